@@ -142,6 +142,14 @@ begin
       exception
         when unique_violation then
           null;   -- another database of the server installs at this moment
+        when insufficient_privilege then
+          raise exception using
+            errcode = 'insufficient_privilege',
+            message = format('role %I may not create the role %I', current_user, v_role),
+            detail = sqlerrm,
+            hint = format('As a superuser: alter role %1$I createrole; or create the roles: create role pgque_reader; create role pgque_writer; '
+              'create role pgque_admin in role pgque_reader, pgque_writer; create role pgque_user; '
+              'grant pgque_reader, pgque_writer, pgque_admin, pgque_user to %1$I with admin option.', current_user);
       end;
     end if;
   end loop;
@@ -178,6 +186,16 @@ begin
     raise exception using errcode = p_code, message = p_message, hint = p_hint;
   end if;
   raise exception using errcode = p_code, message = p_message, hint = p_hint, detail = p_detail;
+end
+$$;
+
+-- Raises 25006 for a call that works on a primary only.  The result is for calls that
+-- would take a transaction id.
+create or replace function pgque._no_standby(p_what text) returns xid8
+language plpgsql as $$
+begin
+  perform pgque._fail('read_only_sql_transaction', pg_catalog.format('%s: this server is a standby', p_what),
+    'Connect to the primary, for example with host=a,b target_session_attrs=read-write.');
 end
 $$;
 
@@ -376,6 +394,9 @@ begin
     begin
       perform set_config('lock_timeout', '100ms', true);
       execute 'lock table ' || v_tables || ' in access exclusive mode';
+      if to_regclass('pgque.archive') is not null and to_regclass('pgque.archive_0') is null then
+        lock table only pgque.archive in share update exclusive mode;   -- it gets this leaf
+      end if;
       perform set_config('lock_timeout', v_timeout, true);
       return;
     exception
@@ -965,7 +986,9 @@ create table if not exists pgque.tally (
 comment on table pgque.tally is 'Counts of messages that were dropped, expired or archived. Internal: see metrics().';
 
 -- Messages that are done and kept.  A leaf holds one day of one queue; bucket =
--- queue_id * 100000 + days since 2000-01-01.
+-- queue_id * 100000 + days since 2000-01-01.  Only maintenance creates these leaves: a
+-- transaction that creates one lets others wait until it ends.  So the leaf archive_0,
+-- bucket 0, takes messages whose leaf does not exist yet, until maintenance moves them.
 create sequence if not exists pgque.archive_id_seq;
 create table if not exists pgque.archive (
   bucket         bigint not null,
@@ -992,6 +1015,16 @@ create table if not exists pgque.archive (
   ev_error       text
 ) partition by list (bucket);
 comment on table pgque.archive is 'Messages that are done and kept; a leaf holds one day of one queue. See archive_list().';
+do $$
+begin
+  if to_regclass('pgque.archive_0') is null then
+    create table pgque.archive_0 (like pgque.archive including defaults, constraint archive_0_pkey primary key (archive_id));
+    create index archive_0_ev_id on pgque.archive_0 (ev_id);
+    alter table pgque.archive attach partition pgque.archive_0 for values in (0);
+  end if;
+end
+$$;
+comment on table pgque.archive_0 is 'Archived messages that maintenance has not moved to the leaf of their queue and day yet. Internal.';
 
 -- Messages that the ticker sends at their times; see "recurring".
 --   * rec_every: an interval in seconds, counted from rec_anchor
@@ -1317,7 +1350,8 @@ comment on column pgque.config.keep_lags is
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
 comment on column pgque.queue.queue_tick_gap is
-  'Shortest time that the loop leaves between two ticks. With many consumers it is at least 4 ms for each, at most the tick period.';
+  'Shortest time that the loop leaves between two ticks. With many consumers the loop leaves at least 4 ms for each, but no more than the tick '
+  'period for all of them.';
 comment on column pgque.queue.queue_tick_storage is
   'Size of the stored ticks: when those in the current table reach a third of it, the queue rotates before its period. Unit: bytes.';
 comment on column pgque.queue.queue_reader is 'The version that created the functions that read its tables.';
@@ -2328,7 +2362,14 @@ begin
     return 0;
   end if;
   if not pg_has_role($2, 'pgque_user', 'usage') then
-    execute format('grant pgque_user to %I', $2);
+    begin
+      execute format('grant pgque_user to %I', $2);
+    exception
+      -- On PostgreSQL 16 and later it is not enough that a role may create roles.
+      when insufficient_privilege then
+        perform pgque._fail('insufficient_privilege', format('role %I, the owner of pgque, may not make %I a member of pgque_user', current_user, $2),
+          format('As a superuser, or as the role that created pgque_user: grant pgque_user to %I with admin option; then call grant_queue() again.', current_user), sqlerrm);
+    end;
   end if;
   perform pgque._did('grant_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3));
   return 1;
@@ -2338,7 +2379,7 @@ comment on function pgque.grant_queue(text, text, text) is
   'Grants a role a right to one queue. Returns 1, or 0 if the role has the right already. Rights: produce (send); consume (subscribe, receive, '
   'acknowledge and reject, read); admin (both, and the queue''s settings, ticks, dead letters, archive, purge and drop, but not its name and '
   'max_consumers). The role becomes a member of pgque_user. It needs none of the roles pgque_reader, pgque_writer and pgque_admin, which are for all '
-  'queues. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
+  'queues. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role; 42501 the owner of pgque may not grant pgque_user.';
 
 create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text default null) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -2478,7 +2519,7 @@ create or replace function pgque._send(
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_txid  xid8 := pg_current_xact_id();
+  v_txid  xid8 := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
   v_id    bigint;
 begin
   if p_headers is not null then
@@ -2731,7 +2772,7 @@ create or replace function pgque._send_rows(
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_count    int := coalesce(cardinality(p_data), cardinality(p_bytes));
-  v_txid     xid8 := pg_current_xact_id();
+  v_txid     xid8 := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
   v_now      timestamptz := pgque.clock();
   v_queue    pgque.queue := p_queue;
   v_plain    boolean[];
@@ -3136,7 +3177,7 @@ begin
   if pgque._no_payloads($1, cardinality($3)) then
     return '{}';
   end if;
-  v_txid := pg_current_xact_id();
+  v_txid := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
   select q.queue_id, q.queue_event_seq into v_id, v_seq
   from pgque.queue q
   where q.queue_name = $1 collate "default" and q.queue_open
@@ -4810,7 +4851,8 @@ $$;
 -- of the newest tick, and whether ticks now cover everything that is visible.  The lock
 -- is taken before the snapshot, so the order of ticks is that of their snapshots.  It
 -- is held to the end of the transaction, so a second ticker sees the tick of the first.
-create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, out new_id bigint, out last_time timestamptz, out covered boolean)
+-- With p_gap no tick for messages follows another within the queue's tick_gap.
+create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, p_gap boolean default false, out new_id bigint, out last_time timestamptz, out covered boolean)
 language plpgsql as $$
 declare
   v_queue     pgque.queue;
@@ -4846,6 +4888,9 @@ begin
     return;
   end if;
   v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
+  if p_gap and v_reason = 'events' and v_last.tick_time between pgque.clock() - v_queue.queue_tick_gap and pgque.clock() then
+    v_reason := null;
+  end if;
   covered := v_reason is not null;
   last_time := v_last.tick_time;
   if v_reason <> 'nothing' then
@@ -4954,7 +4999,7 @@ declare
 begin
   for v_id in select q.queue_id from pgque.queue q order by case when not v_all then random() end, q.queue_id loop
     exit when v_room < 8;
-    if (pgque._look_at(row(v_id, 0, 0, null, false, false))).ticked then
+    if (pgque._look_at(row(v_id, 0, 0, '-infinity', false, false))).ticked then
       v_count := v_count + 1;
       v_room := v_room - 6;
     end if;
@@ -4983,8 +5028,9 @@ comment on function pgque.ticker() is
 -- queue that is being dropped (its sequences are locked) is left out.  If a sequence is
 -- missing, every queue is checked.
 --
--- A tick wakes every consumer of the queue, so a queue with many consumers waits
--- longer: four milliseconds for each, and at most the tick period.
+-- A queue waits for its tick_gap.  A tick wakes every consumer of the queue, so a queue
+-- with many consumers waits longer: four milliseconds for each, and at most the tick
+-- period.
 create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
@@ -5009,9 +5055,9 @@ begin
     left join unnest(p_known) k on k.queue_id = q.queue_id
     cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and no message was sent since
     left join lateral (
-      select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
+      select k.tick_time + case when k.settled is null then '1 second' else greatest(q.queue_tick_gap, least(p_period, 0.004 * interval '1 second' * (
         select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
-    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and not f.still
+    ) d (due) on k.tick_time > v_now - greatest(p_period, q.queue_tick_gap, '1 second') and not f.still
     where q.queue_id = any (p_queues)
       and (f.still and k.tick_seq = s.tick_seq and not q.queue_restored and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
   ) l;
@@ -5073,13 +5119,14 @@ begin
     p_look.tick_time := pgque.clock();
     perform pgque._let_go();
   end if;
-  v_tick := pgque._tick_if_due(v_queue.queue_id, false);
+  -- A loop that has just begun does not know the last tick.
+  v_tick := pgque._tick_if_due(v_queue.queue_id, false, p_look.tick_time is null);
   p_look.settled := p_look.settled and v_tick.covered is true;
   p_look.tick_time := v_tick.last_time;
   p_look.ticked := v_tick.new_id is not null;
   p_look.tick_seq := coalesce(v_tick.new_id, p_look.tick_seq);   -- a tick sets the sequence
   -- Many ticks fill their table long before the rotation period has passed.
-  perform pgque.maint_rotate_tables_step1(v_queue.queue_name) where v_tick.new_id % 1000 = 0;
+  perform pgque._maint_operation('pgque.maint_rotate_tables_step1', v_queue.queue_name) where v_tick.new_id % 1000 = 0;
   perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
   return p_look;
 exception
@@ -5133,14 +5180,18 @@ comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller
   'Stores a tick with the id, time and event sequence of another system, for a queue with external_ticker, and returns its id. Errors: PQ001 no '
   'such queue; PQ005 no external ticker, or a tick that does not follow the last one; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- The request is kept in a sequence, so it leaves no row behind.
+-- The request is kept in a sequence, so it leaves no row behind.  The sequence is only
+-- counted up here: this snapshot may be older than the newest tick, and a value below
+-- that tick would hide it from every receive().
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name, caller, 'admin');
   v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
 begin
-  perform setval(v_queue.queue_tick_seq, v_last + 1);
+  if nextval(v_queue.queue_tick_seq) <= v_last then
+    perform setval(v_queue.queue_tick_seq, v_last + 1);   -- up to 0.5 the sequence was set only to force a tick
+  end if;
   return v_last;
 end
 $$;
@@ -5835,8 +5886,8 @@ end
 $$;
 
 -- Notes messages of a batch as settled (ids above 0), or something about the whole
--- batch (see pgque.settled).  Returns the ids that were new.  A transaction with an old
--- snapshot writes to both leaves, and gets 40001 if a row that it does not see is
+-- batch (see pgque.settled).  Returns the ids that were new, sorted.  A transaction with
+-- an old snapshot writes to both leaves, and gets 40001 if a row that it does not see is
 -- there.
 create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
 language plpgsql as $$
@@ -5856,7 +5907,7 @@ begin
     on conflict do nothing
     returning set_ev_id
   )
-  select pg_catalog.array_agg(g.id) into v_new
+  select pg_catalog.array_agg(g.id order by g.id) into v_new
   from (select n.set_ev_id as id from new n group by 1 having count(*) = pg_catalog.cardinality(v_leaves)) g;
   return v_new;
 end
@@ -6569,7 +6620,7 @@ declare
   v_limit   bigint;
   v_last    bigint;
   v_count   bigint := 0;
-  v_looked  bigint := 0;
+  v_passed  bigint := 0;   -- messages that may not be delivered now
 begin
   v_turn := pgque._turn($1, $2, $3, $4, $5, $6, caller);
   v_sub := v_turn.sub;
@@ -6597,8 +6648,11 @@ begin
     end if;
   end if;
 
-  -- If no message may go, a call stops after about 10,000 messages, 1,000 with keys.
-  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 and v_looked < 10000 loop
+  -- An empty answer means that no message can be delivered: the call passes any number of
+  -- messages whose key is busy, and of purged and expired ones.  A statement_timeout would
+  -- take that back, and the next call could not get further: so half of it is the limit.
+  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 loop
+    exit when v_passed > 0 and clock_timestamp() > statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2;
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
@@ -6606,9 +6660,9 @@ begin
     end if;
     v_pos.pos_last_id := null;
     if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
-      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room);
+      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed);
       v_pos := v_sifted.pos;
-      v_looked := v_looked + v_pos.pos_done_count * case when v_queue.queue_keyed then 10 else 1 end;
+      v_passed := v_passed + v_pos.pos_done_count;
       if v_sifted.rows is not null then
         return query execute v_sifted.rows using v_token, v_queue.queue_name, v_sifted.ids;
         get diagnostics v_count = row_count;
@@ -6990,18 +7044,21 @@ $$;
 -- Chooses from the next messages of a window, at most p_max, for queues and consumers
 -- with keys or expiry.  A message whose key or lane is busy goes to the retry queue.
 -- Purged and expired messages are left out.  The slice ends at the last message that
--- was checked.  ids are the messages to deliver, and rows is the query for them.  With
--- p_whole the slice is the whole window, for a caller that reads the rest of it without
--- this function.
+-- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
+-- is how many messages the caller has passed since it last found one to deliver: the next
+-- slice is as long.  With null the slice is the whole window, for a caller that reads the
+-- rest of it without this function.
 create or replace function pgque._sift(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_whole boolean default false,
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint,
   out pos pgque.position, out ids bigint[], out rows text
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   -- Each key takes a lock.  Messages that are not delivered are checked quickly.
-  v_look   bigint := case when p_whole then null when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end;
+  v_look   bigint := case
+    when p_passed is not null then greatest(case when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end, least(p_passed, 20000))
+  end;
   v_rows   pgque.event[];
   v_more   boolean;
   v_busy   bigint[] := '{}';
@@ -7014,7 +7071,7 @@ begin
   pos.pos_done_count := 0;
   execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
     pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
-    pgque._slice_sql(p_sub, p_pos, case when p_whole then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
+    pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
     v_look + 1)
   into v_rows using p_sub;
   if v_rows is null then
@@ -7038,11 +7095,18 @@ begin
       case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
     from pg_catalog.unnest(v_rows) e
   ),
+  busy_lane as materialized (
+    select l.lane
+    from looked l
+    where l.what = 'good' and l.lane is not null
+    group by 1
+    having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+  ),
   judged as (
     select l.ev_id, l.lane,
       case
         when l.what <> 'good' or l.lane is null then l.what
-        when l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+        when l.lane in (select b.lane from busy_lane b)
           or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
         else 'good'
       end as what
@@ -7054,7 +7118,8 @@ begin
   select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
     array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
     array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'expired') as expired,
+    array_agg(c.ev_id order by c.ev_id) filter (where c.what in ('good', 'expired')) as sealed,
+    count(*) filter (where c.what = 'expired') as expired,
     array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
     max(c.ev_id) as last, count(*) as looked
   into v_found
@@ -7068,16 +7133,17 @@ begin
   if v_found.aside is not null then
     execute pg_catalog.format(
       'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
-      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and e.ev_id = any ($3)')))
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($3, e.ev_id)')))
     using p_sub, v_now, v_found.aside;
   end if;
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_found.expired));
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', v_found.expired);
   if pgque._keyed(p_queue) then
     -- Expired messages too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
-      select r from pg_catalog.unnest(v_rows) r where (r.ev_id in (select pg_catalog.unnest((select v_found.good || v_found.expired)))) is true));
+      select r from pg_catalog.unnest(v_rows) r
+      where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _among()
   end if;
-  if v_found.skip is not null and (ids is not null or p_whole) then
+  if v_found.skip is not null and (ids is not null or p_passed is null) then
     perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
   end if;
   if ids is not null then
@@ -7787,24 +7853,25 @@ comment on function pgque.receive_coop(text, text, text, int, interval, pgque.ca
   'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
   'own.';
 
--- Does what next_batch_custom() does, for one of several workers.
+-- There is no argument caller, as in next_batch_custom() without a subconsumer.
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
-  dead_interval interval default null, caller pgque.caller default current_user
-) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  perform pgque._join($1, $2, $3, $7, caller);
-  return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);
-end
+  dead_interval interval default null,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$
+  select pgque._join($1, $2, $3, $7);
+  select * from pgque._next_batch($1, $2, $3, $4, $5, $6);
 $$;
-comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
-  'Opens a batch for a worker (subconsumer) as next_batch() does, for a bigger window, and returns only its id.';
+comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval) is
+  'Opens a batch for a worker (subconsumer) as next_batch() does, with the conditions and the result of next_batch_custom() without a subconsumer.';
 
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
 ) returns bigint
-language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
+language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, $3, null, null, null, $4) b $$;
 comment on function pgque.next_batch(text, text, text, interval) is
   'Opens a batch for one of several workers (subconsumers) that share a consumer; each worker gets other windows. Registers the worker on first '
   'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '
@@ -7814,11 +7881,11 @@ comment on function pgque.next_batch(text, text, text, interval) is
 -- ---------------------------------------------------------------------------
 
 -- Opens a batch, PgQ's way: messages in the retry queue that are due, else the next
--- whole window, from one tick to the next, or the rest of one that receive() has begun.
--- The id of an open batch is returned again.  Null if nothing is due and there is no
--- further tick.  Messages that receive() would not deliver are left out, and bodies are
--- final from here on, since a client may read the batch only when it finishes it.  With
--- a worker, a subconsumer, the batch belongs to that worker.
+-- window (see _next_window), or the rest of one that receive() has begun.  The id of an
+-- open batch is returned again.  Null if nothing is due and there is no further tick.
+-- Messages that receive() would not deliver are left out, and bodies are final from here
+-- on, since a client may read the batch only when it finishes it.  With a worker, a
+-- subconsumer, the batch belongs to that worker.
 create or replace function pgque._next_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -7847,20 +7914,12 @@ begin
     end if;
     if v_pos.pos_shelf = 0 then
       if v_pos.pos_done_id is null then
-        v_prev := pgque._tick(v_queue.queue_id, v_pos.pos_tick);
-        execute format(
-          'select t.* from (%s) t where t.tick_id > $1'
-          ' and ($2 is null or t.tick_time <= $3 - $2)'
-          ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
-          ' order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_cur
-        using v_pos.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
-        if v_cur.tick_id is null then
+        v_pos := pgque._next_window(v_pos, v_queue, $4, $5, $6);
+        if v_pos.pos_next_tick is null then
           batch_id := null;
           perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
           return;
         end if;
-        v_pos := pgque._with_window(v_pos, v_cur);
       end if;
       v_pos.pos_last_id := null;
       -- The number of messages is not known yet.
@@ -7868,7 +7927,7 @@ begin
       v_count := v_pos.pos_done_count;
       v_queue := pgque._with_options(v_queue.queue_id);
       if v_queue.queue_keyed or v_queue.queue_expiring then
-        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
+        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, null);
       end if;
     end if;
     perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, batch_id, $3, v_turn.until, true);
@@ -7881,6 +7940,40 @@ begin
   prev_tick_id := v_prev.tick_id;
   prev_tick_time := v_prev.tick_time;
   prev_tick_event_seq := v_prev.tick_event_seq;
+end
+$$;
+
+-- Opens the window of a batch.  Without conditions it ends as that of receive() does, at
+-- the furthest tick up to ticker_max_count events, so that a consumer that lags by many
+-- small ticks catches up.  A condition on the size chooses the nearest tick that fits:
+-- its caller decides how big windows are.
+create or replace function pgque._next_window(
+  p_pos pgque.position, p_queue pgque.queue, p_min_lag interval, p_min_count int, p_min_interval interval
+) returns pgque.position
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_sized  boolean := p_min_count is not null or p_min_interval is not null;
+  v_prev   pgque.tick;
+  v_tick   pgque.tick;
+begin
+  p_pos := pgque._with_window(p_pos, null);
+  if p_min_lag is null and not v_sized then
+    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count, p_queue.queue_reader);
+  end if;
+  v_prev := pgque._tick(p_queue.queue_id, p_pos.pos_tick);
+  for v_tick in
+    execute pg_catalog.format(
+      'select t.* from (%s) t where t.tick_id > $1'
+      ' and ($2 is null or t.tick_time <= $3 - $2)'
+      ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
+      ' order by t.tick_id limit $8', pgque._ticks_sql(p_queue.queue_id))
+    using p_pos.pos_tick, p_min_lag, pgque.clock(), p_min_count, p_min_interval, v_prev.tick_event_seq, v_prev.tick_time,
+      case when v_sized then 1 else 100 end
+  loop
+    exit when p_pos.pos_next_tick is not null and v_tick.tick_event_seq > p_pos.pos_event_seq + p_queue.queue_ticker_max_count;
+    p_pos := pgque._with_window(p_pos, v_tick);
+  end loop;
+  return p_pos;
 end
 $$;
 
@@ -7899,8 +7992,8 @@ create or replace function pgque.next_batch_custom(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
 comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
-  'Opens a batch as next_batch_info() does, for a bigger window: it ends at a tick that is at least min_lag old, and spans at least min_count events '
-  'or min_interval of time. NULL is no condition.';
+  'Opens a batch as next_batch_info() does, with conditions: it ends at a tick that is at least min_lag old, and, with min_count or min_interval, at '
+  'the nearest tick so that it spans at least this number of events or this time. NULL is no condition.';
 
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
@@ -7915,7 +8008,8 @@ comment on function pgque.next_batch_info(text, text) is
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. Retries that '
+  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
+  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more. Retries that '
   'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
   'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
   'workers; PQ011 not subscribed.';
@@ -8105,14 +8199,22 @@ create or replace function pgque._heads_of_lanes(
 returns pgque.retry_queue[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_out  text[] := pgque._lanes_out(p_sub);
-  v_due  bigint[];
+  v_out    text[];
+  v_lanes  text[];
+  v_free   bigint[];   -- messages without a lane
+  v_count  bigint;
 begin
-  v_due := array(
-    select r.ev_id from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
-  if pg_catalog.cardinality(v_due) = 1000 then
-    v_due := v_due || array(
+  -- The leased message of a lane may have been sent later than the first one.
+  v_out := pgque._lanes_out(p_sub) || array(
+    select r.ev_lane from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > p_now and r.ev_lane is not null);
+  select count(*), pg_catalog.array_agg(distinct r.ev_lane) filter (where r.ev_lane is not null), pg_catalog.array_agg(r.ev_id) filter (where r.ev_lane is null)
+  into v_count, v_lanes, v_free
+  from (
+    select r.ev_id, r.ev_lane from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000) r;
+  if v_count = 1000 then
+    v_lanes := array(
       with recursive lane (lane) as (
         (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
         union all
@@ -8121,28 +8223,24 @@ begin
         from lane l
         where l.lane is not null
       )
-      select h.ev_id
-      from lane l
-      cross join lateral (
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h)
-      || array(
-        select r.ev_id from pgque.retry_queue r
-        where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
+      select l.lane from lane l where l.lane is not null);
+    v_free := array(
+      select r.ev_id from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
   end if;
   return array(
     select pgque._slim_waiting(r)
     from (
       select r.*
       from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now
+      where r.ev_owner = p_sub.sub_id
+        and (r.ev_retry_after <= p_now) is true   -- not by the index of due messages, which may all be of one lane
+        and r.ev_id = any (v_free || array(
+          select h.ev_id
+          from (select pg_catalog.unnest(v_lanes) except select pg_catalog.unnest(v_out)) l (lane)
+          cross join lateral (
+            select h.ev_id from pgque.retry_queue h where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane order by h.ev_id limit 1) h))
         and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
-        and (r.ev_lane is null
-          or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
-            -- The leased message of the key may have been sent later.
-            and not exists (
-              select from pgque.retry_queue o
-              where o.ev_owner = p_sub.sub_id and o.ev_lane = r.ev_lane
-                and (o.ev_id < r.ev_id or o.ev_batch is not null and o.ev_retry_after > p_now)))
       order by r.ev_batch is null, r.ev_id
       limit p_max
       for update skip locked
@@ -8194,6 +8292,13 @@ create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
 comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
 
+-- Returns whether a sorted array has an id.  This is a binary search, because an IN over
+-- unnest() compares each row with each id as soon as the ids exceed work_mem, and a join
+-- does where the planner expects few.  The array is a parameter of dynamic SQL or
+-- (select v_ids): otherwise PL/pgSQL copies it for each row.
+create or replace function pgque._among(p_sorted bigint[], p_id bigint) returns boolean
+language sql immutable as $$ select (p_sorted[pg_catalog.width_bucket(p_id, p_sorted)] = p_id) is true $$;
+
 -- Gives messages of an open batch their outcome.  p_ids null: all that have none yet.
 -- p_what: ack, archive, nack (again after p_after, or given up), retry (again in any
 -- case), dead, release (again at once).
@@ -8211,11 +8316,15 @@ declare
   v_lease  pgque.position;
   v_state  record;
   v_rows   text;
-  v_log    bigint[];   -- those of them that are in the log
+  v_ids    bigint[];   -- p_ids, sorted
+  v_log    bigint[];   -- those of them that are in the log, sorted
   v_new    bigint[];   -- those that get their outcome now
   v_gone   bigint[];   -- the same of those that were in the retry queue
 begin
   p_ids := pgque._flat(p_ids);
+  if p_ids is not null then
+    v_ids := array(select i.id from pg_catalog.unnest(p_ids) i (id) where i.id is not null group by 1 order by 1);
+  end if;
   if v_sub.sub_id is null then
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
@@ -8232,11 +8341,12 @@ begin
     v_state.closed := true;
   end if;
   if v_lease.pos_fresh > 0 and not v_state.closed then
-    v_rows := pgque._chosen_sql(v_sub, v_lease, p_ids);
-    execute pg_catalog.format('select array_agg(e.ev_id) from (%s) e', v_rows) into v_log;
+    v_rows := pgque._chosen_sql(v_sub, v_lease, v_ids);
+    execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._among($1, e.ev_id)', v_rows)
+    into v_log using v_ids;
     -- A message may be settled in the leaf that is no longer written.
     v_new := pgque._note(p_batch, v_sub.sub_id, array(
-      select l.id from pg_catalog.unnest(v_log) l (id) where not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = l.id)));
+      select pg_catalog.unnest(v_log) except select s.set_ev_id from pgque.settled s where s.set_batch = p_batch));
     if v_sub.sub_role = 'pool' and (p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count) then
       perform pgque._note(p_batch, v_sub.sub_id, array[0]);
     end if;
@@ -8244,8 +8354,8 @@ begin
   if p_wait then
     perform from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids) for update;
   end if;
-  v_gone := pgque._apply(v_sub, v_lease, p_batch, p_ids, v_rows, v_new, p_what, p_after, p_reason);
-  v_new := v_new || v_gone;
+  v_gone := pgque._apply(v_sub, v_lease, p_batch, v_ids, v_rows, v_new, p_what, p_after, p_reason);
+  v_new := array(select n from pg_catalog.unnest(v_new || v_gone) n order by n);
   if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
     -- So the batch is known to be whole apart from them; see _still_whole().
     perform pgque._note(p_batch, v_sub.sub_id, array(select g.id + 4611686018427387904 from pg_catalog.unnest(v_gone) g (id)));
@@ -8256,7 +8366,7 @@ begin
   end if;
   if exists (
     select from pgque.retry_queue r
-    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
+    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and ((select v_ids))[pg_catalog.width_bucket(r.ev_id, (select v_ids))] = r.ev_id)   -- as _among()
   then
     -- The session that has one of them locked may roll back.  But the caller gets the
     -- answer that it is lost, so an ack of the rest must not finish it.
@@ -8267,7 +8377,7 @@ begin
       case
         when i.ok then null
         when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
-        when i.id in (select pg_catalog.unnest((select v_log))) then 'settled already'
+        when ((select v_log))[pg_catalog.width_bucket(i.id, (select v_log))] = i.id then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
         when v_lease.pos_sub is null or v_state.closed then 'batch not open'
         when i.taken then 'lost to another worker'
@@ -8275,34 +8385,32 @@ begin
       end
     from (
       select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
-        (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok,
+        (((select v_new))[pg_catalog.width_bucket(u.id, (select v_new))] = u.id) is true as ok,
         exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
       from pg_catalog.unnest(p_ids) u (id)
     ) i;
 end
 $$;
 
--- Returns the query of those messages of a batch from the log that p_ids names; null:
--- all.
+-- Returns the query of the messages of a batch from the log between the first and the
+-- last of p_ids, which are sorted; null: all.
 create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
 language plpgsql as $$
 begin
   if p_ids is null then
     return pgque._slice_sql(p_sub, p_lease);
   end if;
-  p_lease.pos_done_id := greatest(p_lease.pos_done_id, (select min(i.id) - 1 from pg_catalog.unnest(p_ids) i (id) where i.id > 0));
-  p_lease.pos_last_id := least(p_lease.pos_last_id, (select max(i.id) from pg_catalog.unnest(p_ids) i (id)));
+  p_lease.pos_done_id := greatest(p_lease.pos_done_id, greatest(p_ids[1], 1) - 1);
+  p_lease.pos_last_id := least(p_lease.pos_last_id, p_ids[pg_catalog.cardinality(p_ids)]);
+  -- For one message of many an index is best.
   return pgque._slice_sql(p_sub, p_lease,
-    -- For one message of many an index is best.  Many messages are found with a hash
-    -- table.
-    pg_catalog.format(case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = any (%L::bigint[])'
-      else ' and (e.ev_id in (select i.id from pg_catalog.unnest(%L::bigint[]) i (id))) is true' end, pg_catalog.array_remove(p_ids, null)),
-    null, pgque._is_big(p_lease, 500));
+    case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = ' || p_ids[1] else '' end, null, pgque._is_big(p_lease, 500));
 end
 $$;
 
 -- Applies the outcome to the messages of a batch: to those of the log that p_new names,
--- and to those in the retry queue.  Returns the ids of the latter.
+-- and to those in the retry queue.  Returns the ids of the latter.  p_ids and p_new are
+-- sorted.
 create or replace function pgque._apply(
   p_sub pgque.subscriber, p_lease pgque.position, p_batch bigint, p_ids bigint[], p_rows text, p_new bigint[],
   p_what text, p_after interval, p_reason text
@@ -8319,9 +8427,8 @@ begin
     -- Rows that another session has locked are being taken over.
     v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
       ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
-      ' and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest($4) i (id)), 0)'
-      ' and e.ev_id <= coalesce((select max(i.id) from pg_catalog.unnest($4) i (id)), 9223372036854775807)'
-      ' and ($4 is null or (e.ev_id in (select pg_catalog.unnest((select $4)))) is true)'
+      ' and e.ev_id >= coalesce($4[1], 0) and e.ev_id <= coalesce($4[pg_catalog.cardinality($4)], 9223372036854775807)'
+      ' and ($4 is null or pgque._among($4, e.ev_id))'
       ' order by e.ev_id for update skip locked),'
       ' gone as (delete from pgque.retry_queue r using found f where r.ctid = f.ctid returning r.*)';
     v_items := 'select g.* from gone g';
@@ -8329,7 +8436,7 @@ begin
   if p_new is not null and p_what <> 'ack' then
     v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
       'select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
-      ' where (e.ev_id in (select pg_catalog.unnest((select $5)))) is true', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
+      ' where pgque._among($5, e.ev_id)', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
   end if;
   if v_items is null then
     return null;
@@ -8348,7 +8455,7 @@ begin
       perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
     end loop;
   end if;
-  return (select pg_catalog.array_agg(i.id) from pg_catalog.unnest(v_ids) i (id) where (i.id in (select pg_catalog.unnest((select p_new)))) is not true);
+  return nullif(array(select pg_catalog.unnest(v_ids) except select pg_catalog.unnest(p_new)), '{}');
 end
 $$;
 
@@ -8756,7 +8863,15 @@ language sql stable as $$
   select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
 $$;
 
--- Creates the leaf of a bucket if it does not exist.  A lock serialises this.
+-- Returns the condition for the archived messages of a queue, on a row a or e of
+-- pgque.archive.  Optionally for a part of its buckets.
+create or replace function pgque._archived_by(p_alias text, p_queue_id int, p_since timestamptz default null, p_until timestamptz default null) returns text
+language sql stable as $$
+  select pg_catalog.format('(%1$s.bucket between %2$s and %3$s or %1$s.bucket = 0 and %1$s.arc_queue = %4$s)', p_alias,
+    pgque._bucket(p_queue_id, coalesce(p_since, '2000-01-01Z')), pgque._bucket(p_queue_id, coalesce(p_until, 'infinity')), p_queue_id)
+$$;
+
+-- Creates the leaf of a bucket if it does not exist, for one session at a time.
 create or replace function pgque._archive_leaf(p_bucket bigint) returns void
 language plpgsql as $$
 declare
@@ -8766,14 +8881,74 @@ begin
     return;
   end if;
   perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.archive'), pg_catalog.hashtext(v_leaf));
-  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
-    return;
-  end if;
   execute pg_catalog.format('create table pgque.%I (like pgque.archive including defaults)', v_leaf);
   perform pgque._set_rights(array[('pgque.' || v_leaf)::regclass::oid]);
   execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (archive_id)', v_leaf, v_leaf || '_pkey');
   execute pg_catalog.format('create index %I on pgque.%I (ev_id)', v_leaf || '_ev_id', v_leaf);
   execute pg_catalog.format('alter table pgque.archive attach partition pgque.%I for values in (%s)', v_leaf, p_bucket);
+exception
+  when duplicate_table then
+    null;   -- another session created it.  An advisory lock does not refresh this session's copy of the catalog.
+end
+$$;
+
+-- Creates the leaves of the archive that are needed, for queues with archive_on_ack in
+-- advance, and moves messages into them.
+create or replace function pgque._fill_archive() returns int
+language plpgsql set lock_timeout = '50ms' as $$
+declare
+  v_bucket  bigint;
+  v_rest    boolean := pg_catalog.pg_relation_size('pgque.archive_0') > 0;
+  v_count   int := 0;
+begin
+  for v_bucket in
+    select b.bucket
+    from (
+      select pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day')
+      from pgque.queue q, pg_catalog.generate_series(0, 1) d (days)
+      where q.queue_archive_on_ack
+      union
+      select pgque._bucket(q.queue_id, a.archived_at)
+      from pgque.archive_0 a
+      join pgque.queue q on q.queue_id = a.arc_queue
+      where v_rest
+    ) b (bucket)
+    where pg_catalog.to_regclass('pgque.archive_' || b.bucket) is null
+    order by pg_catalog.random()
+    limit 50
+  loop
+    perform pgque._archive_leaf(v_bucket);
+  end loop;
+  if v_rest then
+    delete from pgque.archive_0 a where not exists (select from pgque.queue q where q.queue_id = a.arc_queue);
+    with found as materialized (
+      select a.archive_id from pgque.archive_0 a
+      where pg_catalog.to_regclass('pgque.archive_' || pgque._bucket(a.arc_queue, a.archived_at)) is not null
+      limit 10000
+      for update skip locked
+    ),
+    moved as (
+      delete from pgque.archive m using found f
+      where m.bucket = 0 and m.archive_id = f.archive_id
+      returning m as item
+    )
+    insert into pgque.archive
+    select n.* from moved m cross join lateral pgque._in_bucket(m.item, pgque._bucket((m.item).arc_queue, (m.item).archived_at)) n;
+    get diagnostics v_count = row_count;
+    if not exists (select from pgque.archive_0) then
+      perform pgque._empty('pgque.archive_0', true);
+    end if;
+  end if;
+  return v_count;
+end
+$$;
+
+-- Returns a row of the archive with another bucket.
+create or replace function pgque._in_bucket(p_row pgque.archive, p_bucket bigint) returns pgque.archive
+language plpgsql as $$
+begin
+  p_row.bucket := p_bucket;
+  return p_row;
 end
 $$;
 
@@ -8783,9 +8958,9 @@ $$;
 create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
-  v_now  timestamptz := pgque.clock();
+  v_now     timestamptz := pgque.clock();
+  v_bucket  bigint := pgque._bucket(p_queue_id, v_now);
 begin
-  perform pgque._archive_leaf(pgque._bucket(p_queue_id, v_now));
   return coalesce(p_with || ', ', 'with ') || pg_catalog.format(
     'kept as (insert into pgque.archive (bucket, archived_at, arc_queue, arc_consumer, arc_worker, arc_outcome, arc_receives,'
     ' ev_id, ev_time, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)'
@@ -8793,7 +8968,8 @@ begin
     ' i.ev_id, i.ev_time, i.ev_retry, i.ev_type, i.ev_data, i.ev_extra1, i.ev_extra2, i.ev_extra3, i.ev_extra4,'
     ' i.ev_headers, i.ev_key, i.ev_bytes, i.ev_expires, i.ev_error'
     ' from (%s) i returning ev_id)'
-    ' select array_agg(k.ev_id) from kept k', pgque._bucket(p_queue_id, v_now), v_now, p_queue_id, p_items);
+    ' select array_agg(k.ev_id) from kept k', case when pg_catalog.to_regclass('pgque.archive_' || v_bucket) is null then 0 else v_bucket end,
+    v_now, p_queue_id, p_items);
 end
 $$;
 
@@ -8818,7 +8994,7 @@ begin
     order by a.archive_id desc
     limit %s
     $q$,
-    concat_ws(' and ', 'a.bucket >= ' || pgque._bucket(v_queue.queue_id, coalesce($3, '2000-01-01Z')), 'a.bucket <= ' || pgque._bucket(v_queue.queue_id, coalesce($4, 'infinity')),
+    concat_ws(' and ', pgque._archived_by('a', v_queue.queue_id, $3, $4),
       'a.archived_at >= ' || quote_literal($3), 'a.archived_at < ' || quote_literal($4), 'a.archive_id < ' || $9, 'a.ev_type = ' || quote_literal($5),
       'a.ev_key = ' || quote_literal($6), 'c.co_name = ' || quote_literal($7),
       pgque._matching_sql($8, 'pg_catalog.left(a.ev_data, 100000), a.ev_headers::text, a.ev_key')),
@@ -8839,8 +9015,9 @@ declare
   v_leaf  text;
   v_queue text;
 begin
-  -- Leaf by leaf, the newest first: a query over all of them locks them all.
-  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.day desc loop
+  -- Leaf by leaf, the newest first: a query over all of them locks them all.  archive_0 is
+  -- before them, since maintenance moves its messages to the others.
+  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.queue_id > 0, l.day desc loop
     begin
       execute format('select a.* from %s a where a.archive_id = $1', v_leaf) into v_row using $1;
       perform pgque._let_go();
@@ -8880,7 +9057,8 @@ $$;
 comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
   'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
 
--- Returns the leaves of the archive, each with its queue and its day as in _bucket().
+-- Returns the leaves of the archive, each with its queue and its day as in _bucket(); both
+-- are 0 for archive_0.
 create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
 language sql volatile as $$
   select 'pgque.' || pg_catalog.quote_ident(c.relname), b.bucket / 100000, b.bucket % 100000,
@@ -8897,19 +9075,27 @@ $$;
 create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
 language plpgsql as $$
 declare
+  v_upto   bigint := case when p_before is not null then pgque._bucket(p_queue_id, p_before) % 100000 end;
+  v_days   bigint[];
   v_leaf   text;
-  v_count  int := 0;
+  v_day    bigint;
 begin
-  for v_leaf in
-    select l.leaf
+  with gone as (
+    delete from pgque.archive_0 a
+    where a.arc_queue = p_queue_id and (v_upto is null or pgque._bucket(p_queue_id, a.archived_at) % 100000 < v_upto)
+    returning a.archived_at
+  )
+  select array_agg(distinct pgque._bucket(p_queue_id, g.archived_at) % 100000) into v_days from gone g;
+  for v_leaf, v_day in
+    select l.leaf, l.day
     from pgque._archive_leaves() l
     where l.queue_id = p_queue_id and not l.is_empty
-      and (p_before is null or l.day < pgque._bucket(p_queue_id, p_before) % 100000)
+      and (v_upto is null or l.day < v_upto)
   loop
     execute 'truncate ' || v_leaf;
-    v_count := v_count + 1;
+    v_days := pg_catalog.array_append(pg_catalog.array_remove(v_days, v_day), v_day);
   end loop;
-  return v_count;
+  return coalesce(pg_catalog.cardinality(v_days), 0);
 end
 $$;
 
@@ -8926,7 +9112,7 @@ begin
   v_leaves := array(
     select l.leaf
     from pgque._archive_leaves() l
-    where l.is_empty and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
+    where l.is_empty and l.queue_id > 0 and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
     order by pg_catalog.random()
     limit 50);
   if pg_catalog.cardinality(v_leaves) = 0 then
@@ -9061,9 +9247,10 @@ language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floo
 create or replace function pgque._woken() returns timestamptz
 language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
 
--- Returns when maint_retry_events() has work; null if the retry queue is empty.
+-- Returns when maint_retry_events() has work; null if the retry queue is empty, or if one
+-- of the tables is locked: the loop calls this in each round, and must not wait.
 create or replace function pgque._next_retry() returns timestamptz
-language plpgsql set enable_seqscan = off set jit = off as $$
+language plpgsql set enable_seqscan = off set jit = off set lock_timeout = '20ms' as $$
 declare
   v_since  timestamptz := least(pgque._woken(), pgque.clock());
 begin
@@ -9088,6 +9275,9 @@ begin
       order by r.ev_retry_after
       limit 1)
     ) r);
+exception
+  when lock_not_available then
+    return null;
 end
 $$;
 
@@ -9271,10 +9461,12 @@ comment on function pgque.dlq_inspect(text, int, text, text, text, text, timesta
   'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
   'page. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
 
--- Returns the common form of reasons that differ only by numbers.
+-- Returns the common form of reasons that differ only by numbers.  Digits after a letter
+-- belong to a word (utf8), and so do one or two digits after a letter and a hyphen
+-- (utf-8, but not order-4711).
 create or replace function pgque._reason_kind(p_reason text) returns text
 language sql immutable as $$
-  select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '\d+', 'N', 'g'), 200), '')
+  select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '(?<![[:alnum:]])(?:(?<![[:alpha:]]-)\d+|\d{3,})', 'N', 'g'), 200), '')
 $$;
 
 -- Returns whether a reason is p_wanted, as it is or as _reason_kind() returns it; null
@@ -9314,7 +9506,7 @@ $$;
 comment on function pgque.dlq_reasons(text, pgque.caller) is
   'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
   'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
-  'characters, shows numbers as N, and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
+  'characters, shows numbers as N (not digits of a word, such as utf-8), and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
 
 -- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
 -- same one.  p_call: the function to record in list_actions(), if a role calls it by
@@ -9826,6 +10018,31 @@ comment on function pgque.seek(text, text, bigint, boolean, uuid, pgque.caller) 
   'nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. incarnation: see queue_incarnation(). Errors: PQ001 no '
   'such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is not stored, or the queue is another incarnation.';
 
+-- With no event before the earliest stored tick, nothing that was sent is missing.
+create or replace function pgque.seek_to_time(queue_name text, consumer_name text, at timestamptz, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_queue  pgque.queue;
+  v_tick   pgque.tick;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+  v_tick := pgque._find_tick(v_queue, $3::text);
+  if v_tick.tick_time > $3 and v_tick.tick_event_seq > 0 then
+    perform pgque._fail('PQ015', format('queue %I has no tick as old as %s: its earliest is from %s', v_queue.queue_name, $3, v_tick.tick_time),
+      format('Some messages from before that time may no longer be stored. To replay all that are: select pgque.seek_to_time(%L, %L, %L); '
+        'To keep messages for longer after all consumers have finished them, raise rotation_period: they stay for two to three times as long.',
+        v_queue.queue_name, $2, v_tick.tick_time));
+  end if;
+  return pgque.seek(v_queue.queue_name, $2, v_tick.tick_id, true);
+end
+$$;
+comment on function pgque.seek_to_time(text, text, timestamptz, pgque.caller) is
+  'Moves a consumer back or forward to a time, and returns the tick where it stands: the last one at or before this time. It receives everything '
+  'that became visible later, also what it has acknowledged; a few messages from just before may be among it. An open batch is dropped. Messages that all '
+  'consumers have finished stay for two to three rotation_period. Errors: PQ001 no such queue; PQ005 at is NULL, or the consumer has workers; '
+  'PQ011 not subscribed; PQ015 older ticks are no longer stored: the error names the earliest.';
+
 create or replace function pgque._stream_key(p_sub pgque.subscriber) returns int
 language sql immutable as $$ select pg_catalog.hashtext(p_sub.sub_queue || ' ' || p_sub.sub_consumer) $$;
 
@@ -10165,7 +10382,7 @@ begin
     )
     select distinct on (e.ev_id) %4$s
     from (
-      (select %5$s from pgque.archive e where e.bucket >= %3$s * 100000::bigint and e.bucket < (%3$s + 1) * 100000::bigint and e.arc_consumer = %6$s and %7$s)
+      (select %5$s from pgque.archive e where %13$s and e.arc_consumer = %6$s and %7$s)
       union all
       (select %8$s from pgque.dead_letter e where e.dl_queue_id = %3$s and e.dl_consumer_id = %6$s and %7$s)
       union all
@@ -10181,7 +10398,8 @@ begin
     v_which, pgque._event_columns(), pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
       'select (pgque._event(e)).* from pgque.retry_queue e where e.ev_owner = %s and e.ev_queue = %s and %s', v_of.sub_id, p_queue.queue_id, v_ids)),
     v_sub.sub_id, v_ids,
-    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then 'e.ev_owner = ' || v_of.sub_id else 'false' end, null, v_since));
+    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then 'e.ev_owner = ' || v_of.sub_id else 'false' end, null, v_since),
+    pgque._archived_by('e', p_queue.queue_id));
 end
 $$;
 
@@ -11162,10 +11380,6 @@ begin
     perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := coalesce((select sum(pgque._expire_messages(q.queue_id)) from pgque.queue q), 0);
   end if;
-  -- Created here, so that no consumer has to, with others waiting for it.
-  perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
-  from pgque.queue q, generate_series(0, 1) d (days)
-  where q.queue_archive_on_ack;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
     perform setval('pgque.delete_expired_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := v_count + coalesce((select sum(pgque._delete_expired(q.queue_id)) from pgque.queue q), 0);
@@ -11533,7 +11747,7 @@ begin
   end if;
   -- A failure in one part must not stop the others.  _drop_leaves is last: all others
   -- use the tables that it locks.
-  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;
@@ -11617,8 +11831,8 @@ exception
 end
 $$;
 comment on function pgque.set_tick_period_ms(int) is
-  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (default 100), and returns it. A '
-  'running loop follows at once. Errors: PQ005 out of range.';
+  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, unless the queue''s tick_gap is longer: 1 to 60000 '
+  'milliseconds (default 100). Returns it. A running loop follows at once. Errors: PQ005 out of range.';
 
 create or replace function pgque.set_tick_share(percent int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -11648,6 +11862,22 @@ begin
 end
 $$;
 
+-- Returns the settings of the loop and the time of the last stop(); the defaults while the
+-- table is locked, since ticks must not wait for it.
+create or replace function pgque._loop_config(out stopped_at timestamptz, out period interval, out share float8)
+language plpgsql set lock_timeout = '20ms' as $$
+begin
+  period := '100 milliseconds';
+  share := 0.15;
+  select max(c.stopped_at), coalesce(max(c.tick_period_ms) * interval '1 millisecond', period), coalesce(max(c.tick_share) / 100.0, share)
+  into stopped_at, period, share
+  from pgque.config c;
+exception
+  when lock_not_available then
+    null;
+end
+$$;
+
 -- Returns what the loop reads in each round: the time of the last stop(), the period,
 -- the shortest gap between two ticks of a queue, the loop's share of a core, whether
 -- retries or recurring messages are due, and when to check the queues even if nothing
@@ -11660,9 +11890,7 @@ declare
   v_now    timestamptz := clock_timestamp();
   v_retry  timestamptz;
 begin
-  select max(c.stopped_at), coalesce(max(c.tick_period_ms), 100) * interval '1 millisecond', coalesce(max(c.tick_share), 15) / 100.0
-  into stopped_at, period, share
-  from pgque.config c;
+  select c.* into stopped_at, period, share from pgque._loop_config() c;
   select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
   into gap, look_at
   from pgque.queue q;
@@ -11893,7 +12121,7 @@ declare
   v_retains   pg_catalog.bool := false;
 begin
   if pg_catalog.pg_is_in_recovery() then
-    perform pgque._fail('read_only_sql_transaction', 'ticker_loop() cannot run on a standby', 'Run it on the primary.');
+    perform pgque._no_standby('ticker_loop() cannot run');
   end if;
   -- Whatever the session's defaults are.  CHAIN keeps them.
   commit;
@@ -11923,7 +12151,7 @@ begin
       v_due := v_state.look_at;
       v_mark := v_began; v_work := '0';
       if v_state.retries and v_began >= v_pump then
-        perform pgque.maint_retry_events(), pgque._maint_operation('pgque.maint_recurring', null);
+        perform pgque._maint_operation('pgque.maint_retry_events', null), pgque._maint_operation('pgque.maint_recurring', null);
         v_work := pg_catalog.clock_timestamp() - v_mark;
         -- If the step waited for a lock, or had much to do, the other steps run first.
         v_pump := v_began + case when v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
@@ -11979,12 +12207,13 @@ $$;
 create or replace function pgque._job_names() returns text[]
 language sql immutable as $$ select '{pgque,pgque standby,pgque reboot}'::text[] $$;
 
--- Raises PQ014 for an owner without a right to pg_cron.
-create or replace function pgque._no_cron_rights() returns void
+-- Raises PQ014 for an owner without a right to pg_cron.  p_cause: what pg_cron said.
+create or replace function pgque._no_cron_rights(p_cause text default null) returns void
 language plpgsql as $$
 begin
-  perform pgque._fail('PQ014', pg_catalog.format('role %I may not schedule jobs', current_user),
-    pg_catalog.format('grant usage on schema cron to %I;', current_user));
+  perform pgque._fail('PQ014', pg_catalog.format('role %I may not schedule jobs%s', current_user, ': ' || p_cause),
+    case when p_cause is null then pg_catalog.format('grant usage on schema cron to %I;', current_user)
+      else pg_catalog.format('Give role %I the right that the message names, then call start() again.', current_user) end);
 end
 $$;
 
@@ -12021,7 +12250,7 @@ begin
     execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '1 second', 'call pgque.ticker_loop()';
   exception
     when insufficient_privilege then
-      perform pgque._no_cron_rights();
+      perform pgque._no_cron_rights(sqlerrm);
     when invalid_parameter_value then
       execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', format(v_until, 59.7);
       execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', format(v_until, 64.7);
@@ -12149,7 +12378,8 @@ $$;
 create or replace function pgque._cron_failure(out failure text, out remedy text)
 language plpgsql as $$
 declare
-  v_run  record;
+  v_recorded  text;
+  v_run       record;
 begin
   select g.failure, g.remedy into failure, remedy from pgque._cron_gaps() g;
   if failure is not null then
@@ -12157,11 +12387,18 @@ begin
   end if;
   if pgque._has_cron() is not true or pg_catalog.to_regclass('cron.job_run_details') is null then
     return;
-  elsif pg_catalog.current_setting('cron.log_run', true) = 'off' then
+  elsif not (pg_catalog.has_table_privilege('cron.job', 'select') and pg_catalog.has_table_privilege('cron.job_run_details', 'select')) then
+    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
+    return;
+  end if;
+  -- An ordinary owner may not read this setting: current_setting() would raise 42501, the
+  -- view has no row.
+  v_recorded := (select g.setting from pg_catalog.pg_settings g where g.name = 'cron.log_run');
+  if v_recorded = 'off' then
     remedy := 'Runs are not recorded (cron.log_run is off): see the server''s log.';
     return;
   end if;
-  execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
+  execute 'select d.status, d.return_message, d.start_time, j.nodename'
     ' from cron.job j join cron.job_run_details d on d.jobid = j.jobid'
     ' where j.jobname = any (pgque._job_names()) and j.database = pg_catalog.current_database()'
     '   and d.status in (''running'', ''succeeded'', ''failed'')'
@@ -12172,34 +12409,32 @@ begin
     failure := pg_catalog.concat_ws(' ', 'the last run failed', 'at ' || pg_catalog.date_trunc('seconds', v_run.start_time))
       || ': ' || pg_catalog.btrim(coalesce(v_run.return_message, 'see the server''s log'), E' \n');
     remedy := case
+      -- The launcher logs in as the owner, from the server's account of the operating
+      -- system.  A line in pg_hba.conf that lets it in could keep others out: the first
+      -- line that fits a login decides.
       when v_run.return_message ilike '%connect%' then pg_catalog.format(
-        -- The launcher connects as the server's user of the operating system.
-        case when v_run.nodename like '/%' then
-          'pg_cron cannot log in as role %1$s through the socket in %2$s. Put "local %4$s %1$s peer map=pgque" first into pg_hba.conf'
-          ' and "pgque postgres %1$s" into pg_ident.conf; select pg_reload_conf();'
-        else
-          'pg_cron cannot log in as role %1$s at %2$s. Let it use the socket: alter system set cron.host = %3$L; restart the server; select pgque.start();'
-        end
-        || ' Or: alter system set cron.use_background_workers = on; restart the server; with pg_cron 1.4 other jobs then wait for the ticker.',
-        pg_catalog.quote_ident(current_user), v_run.nodename,
-        coalesce((
-          select nullif(pg_catalog.btrim(pg_catalog.split_part(g.setting, ',', 1), ' "'), '')
-          from pg_catalog.pg_settings g where g.name = 'unix_socket_directories'), '/var/run/postgresql'),
-        pg_catalog.quote_ident(pg_catalog.current_database()))
+        'pg_cron cannot log in as role %1$I at %2$s. Let it run without a login: alter system set cron.use_background_workers = on; restart the server;'
+        ' with pg_cron 1.4 other jobs then wait for the ticker. Or: '
+        || case when v_run.nodename like '/%' then 'alter system set cron.host = ''localhost''; restart the server; select pgque.start(); and ' else '' end
+        || 'put the line "%3$s:*:*:%1$s:PASSWORD" into ~/.pgpass of the server''s account of the operating system (chmod 600).',
+        current_user, v_run.nodename, case when v_run.nodename like '/%' then 'localhost' else v_run.nodename end)
       when v_run.return_message ilike '%background%' or v_run.return_message ilike '%startup timeout%' then
         'alter system set max_worker_processes = 20 (one for each job that runs, and those of the server); restart the server.'
       else 'See select * from cron.job_run_details order by runid desc, and the server''s log.'
     end;
+  elsif v_run.status is null and v_recorded is null then
+    remedy := 'No run is recorded. If this stays so, see the server''s log: cron.log_run may be off.';
   end if;
 exception
   when insufficient_privilege or undefined_column then
-    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
+    remedy := pg_catalog.format('How runs end cannot be read: %s.', sqlerrm);
 end
 $$;
 
 create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
+  v_standby  boolean := pg_is_in_recovery();
   v_loop     int;
   v_jobs     text;
   v_failure  text;
@@ -12224,7 +12459,7 @@ begin
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');
-    if v_jobs is not null then
+    if v_jobs is not null and not v_standby then
       if v_loop is null then
         select c.failure, c.remedy into v_failure, v_remedy from pgque._cron_failure() c;
       else
@@ -12239,8 +12474,9 @@ begin
   end if;
   return next;
   component := 'ticker';
-  status := case when v_loop is null then 'stopped' else 'running' end;
+  status := case when v_standby then 'standby' when v_loop is null then 'stopped' else 'running' end;
   detail := coalesce('pid ' || v_loop, case
+      when v_standby then 'this server is a standby: the loop runs on its primary'
       when v_failure is not null then 'no loop runs: see scheduler'
       when v_jobs is not null then 'no loop runs yet: pg_cron starts one within seconds, with pg_cron 1.4 at the next full minute'
       else 'no loop runs: select pgque.start(), or pgque ticker'
@@ -12435,11 +12671,17 @@ begin
       perform pgque._hurry();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
-        execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_old using v_last.tick_time - interval '1 minute';
+        -- The last tick that is a minute old, found backwards, since a busy queue has too many
+        -- ticks to read; the first tick of a younger queue.
+        execute format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(v_queue.queue_id))
+        into v_old using pgque.clock() - interval '1 minute';
+        if v_old.tick_id is null then
+          v_old := pgque._find_tick(v_queue, 'earliest');
+        end if;
       end if;
       ticker_lag := pgque.clock() - v_last.tick_time;
-      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / nullif(extract(epoch from v_last.tick_time - v_old.tick_time), 0);
+      -- For a second at least: a burst after the creation is no rate.
+      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1);
       ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
       last_tick_id := v_last.tick_id;
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
@@ -12461,7 +12703,7 @@ begin
 end
 $$;
 comment on function pgque.get_queue_info(text, pgque.caller) is
-  'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute), ev_new (events '
+  'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute, or since the queue was created), ev_new (events '
   'since the last tick), last_tick_id. Values are NULL if another session has a table of the queue locked. Errors: PQ001 no such queue.';
 
 -- Returns the subscribers of a queue, or those of a name, each with its newest
@@ -12877,8 +13119,7 @@ begin
         a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
-      where a.bucket between $1 * 100000::bigint and $1 * 100000::bigint + 99999 and a.ev_id > $5 and ($4 is null or a.ev_id = $4)
-      $q$, p_where)
+      where a.ev_id > $5 and ($4 is null or a.ev_id = $4) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
     using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
 end
@@ -13847,13 +14088,17 @@ begin
     when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. Or have a scheduler call ticker() and maint().'
     else 'select pgque.start(). Or have a scheduler call ticker() and maint().'
   end;
+  if pg_is_in_recovery() then
+    check_name := 'standby'; status := 'ok'; advice := null;
+    detail := 'this server is a standby: its queues follow the primary, which runs the ticker';
+  end if;
   -- If queues wait for the ticker, its check is before theirs.
   return query
     with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
     waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
     select f.check_name, f.queue, f.status, f.detail, f.advice
     from (
-      select 'ticker' as check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
+      select health.check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
         health.detail || case when health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
         health.advice, 0 as ordinality
       from waits w
@@ -14186,7 +14431,8 @@ $$;
 --
 -- All of this runs with the rights of the role that changes the table, because
 -- to_jsonb() runs casts that a table's owner may have created.  So roles that change
--- the table need the role pgque_writer.
+-- the table need the role pgque_writer, or the right to produce to the queue.  A role
+-- without either cannot call a function that says so: the trigger functions do.
 --
 -- Rows that a dump loads are no changes: nothing is sent for them while the queue is
 -- being restored (_is_old_change).
@@ -14282,6 +14528,11 @@ $$;
 create or replace function pgque.jsontriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
+  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
+    raise insufficient_privilege using
+      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
+      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
+  end if;
   perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
   if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
@@ -14294,11 +14545,16 @@ comment on function pgque.jsontriga() is
   'Sends each change of a table as JSON, as a row or TRUNCATE trigger: create trigger ... execute function pgque.jsontriga(''queue'', options...). '
   'Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is I:, U: or D: and the key columns, or R for '
   'TRUNCATE; ev_extra1 is the table. Errors: PQ001 no such queue; PQ005 no queue, an unknown option, or a key that is no column; PQ013 the queue is '
-  'paused, or the change is denied.';
+  'paused, or the change is denied; 42501 the role that changes the table may not send to the queue.';
 
 create or replace function pgque.logutriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
+  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
+    raise insufficient_privilege using
+      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
+      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
+  end if;
   perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
   if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
@@ -14312,6 +14568,11 @@ comment on function pgque.logutriga() is 'Sends each change of a table as jsontr
 create or replace function pgque.sqltriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
+  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
+    raise insufficient_privilege using
+      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
+      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
+  end if;
   perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
   if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
@@ -14461,9 +14722,9 @@ language sql immutable as $$
       finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
-      queue_incarnation tick_for next_tick split_window read_window read_window_cursor seek open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
+      queue_incarnation tick_for next_tick split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
       get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer
-      _ack _dead _next_batch'),
+      _ack _dead _next_batch _join'),
     ('pgque_admin', '_fail create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
       set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages get_message
       list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick

@@ -240,18 +240,19 @@ end
 $$;
 
 create or replace function pgque.receive_coop(
-  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, max_bytes bigint default null,
+  caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._join($1, $2, $3, $5, caller);
-  return query select * from pgque.receive($1, $2, $4, $3);
+  return query select * from pgque.receive($1, $2, $4, $3, max_bytes => $6);
 end
 $$;
-comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
+comment on function pgque.receive_coop(text, text, text, int, interval, bigint, pgque.caller) is
   'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each worker gets other messages. '
   'Registers the worker on first use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. '
-  'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
+  'max_bytes: as for receive(). Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return or max_bytes is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
   'own.';
 
 -- There is no argument caller, as in next_batch_custom() without a subconsumer.

@@ -76,22 +76,26 @@ begin
       select r.ev_id from pgque.retry_queue r
       where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
   end if;
+  -- One index lookup for each key and for each message, whatever the planner expects.
   return array(
     select pgque._slim_waiting(r)
     from (
       select r.*
-      from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id
-        and (r.ev_retry_after <= p_now) is true   -- not by the index of due messages, which may all be of one lane
-        and r.ev_id = any (v_free || array(
-          select h.ev_id
-          from (select pg_catalog.unnest(v_lanes) except select pg_catalog.unnest(v_out)) l (lane)
-          cross join lateral (
-            select h.ev_id from pgque.retry_queue h where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane order by h.ev_id limit 1) h))
-        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+      from (
+        select h.place
+        from (select pg_catalog.unnest(v_lanes) except select pg_catalog.unnest(v_out)) l (lane)
+        cross join lateral (
+          select h.ctid as place from pgque.retry_queue h where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane order by h.ev_id limit 1) h
+        union all
+        select f.place
+        from pg_catalog.unnest(v_free) i (id)
+        cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner = p_sub.sub_id and f.ev_id = i.id offset 0) f
+      ) found
+      join pgque.retry_queue r on r.ctid = found.place
+      where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
       order by r.ev_batch is null, r.ev_id
       limit p_max
-      for update skip locked
+      for update of r skip locked
     ) r);
 end
 $$;

@@ -21,6 +21,7 @@ from sql.helpers import (
     receive,
     refused,
     rotate,
+    rows,
     send,
     send_many,
     slices,
@@ -145,6 +146,57 @@ def test_empty_windows_are_skipped_within_one_call(conn: Connection, subscribed:
 def test_max_return_below_one_is_refused(conn: Connection, subscribed: str, count: int | None) -> None:
     error = refused("PQ005", receive, conn, subscribed, "c", count)
     assert subscribed in str(error)
+
+
+SIZES = [400, 400, 400, 5000, 100, 900, 1, 1]
+BATCHES = [[400, 400], [400], [5000], [100, 900], [1, 1]]
+
+
+@pytest.mark.parametrize("kind", ["text", "bytes", "big window", "ttl", "key", "keyed order", "retry"])
+@pytest.mark.parametrize("call", ["receive(%s, 'c', 100, max_bytes => 1000)", "receive_coop(%s, 'c', 'w', max_bytes => 1000)",
+    "receive(%s, 'c', 2000, worker => 'w', max_bytes => 1000)"])  # fmt: skip
+def test_a_batch_ends_before_max_bytes_and_has_at_least_one_message(
+    conn: Connection, queue: str, kind: str, call: str
+) -> None:
+    if "coop" in call:
+        value(conn, "select pgque.register_subconsumer(%s, 'c', 'w')", queue)
+    else:
+        pool = "worker" in call
+        value(
+            conn,
+            f"select pgque.subscribe(%s, 'c'{', keyed_order => true' * (pool and kind == 'keyed order')})",
+            queue,
+        )
+    body = "convert_to(repeat('x', %s), 'UTF8')" if kind == "bytes" else "repeat('x', %s)"
+    more = {
+        "ttl": ", ttl => '1 hour'",
+        "key": ", key => g::text",
+        "keyed order": ", partition_key => g::text",
+    }.get(kind, "")
+    for number, size in enumerate(SIZES):
+        sent = f"select pgque.send(%s, 't', {body}{more.replace('g::text', repr(str(number)))})"
+        value(conn, sent, queue, size)
+    if kind == "big window":
+        send_many(conn, queue, 20_000)
+    tick(conn, queue)
+    if kind == "retry":
+        taken = rows(conn, f"select batch_id, msg_id from pgque.{call.replace('1000', '100000')}", queue)
+        ids = [msg_id for _, msg_id in taken]
+        assert rows(conn, "select bool_and(ok) from pgque.nack(%s, %s, '0')", taken[0][0], ids) == [(True,)]
+        ack(conn, taken[0][0])
+    found: list[list[int]] = []
+    while batch := rows(
+        conn, f"select batch_id, coalesce(length(payload), length(payload_bytes)) from pgque.{call}", queue
+    ):
+        found.append([size for _, size in batch])
+        assert ack(conn, batch[0][0]) == 1
+        if len(found) == len(BATCHES):
+            break
+    assert found[:4] == BATCHES[:4] and found[4][:2] == BATCHES[4]
+
+
+def test_max_bytes_below_one_is_refused(conn: Connection, subscribed: str) -> None:
+    refused("PQ005", rows, conn, "select * from pgque.receive(%s, 'c', max_bytes => 0)", subscribed)
 
 
 def test_a_message_carries_what_was_sent(conn: Connection, subscribed: str) -> None:

@@ -402,6 +402,7 @@ class PgqueClient:
         worker: str | None = None,
         visibility_timeout: Seconds | None = None,
         ack_batch: int | None = None,
+        max_bytes: int | None = _statements.MAX_BYTES,
     ) -> list[Message]:
         """Return the next batch, at most `max_messages` long, or [] if there is none. Calls `pgque.receive`.
 
@@ -412,10 +413,13 @@ class PgqueClient:
 
         `ack_batch` acknowledges that batch first, in the same transaction.
 
+        A new batch ends before its payloads and headers exceed `max_bytes`, with at least one message; None
+        is no limit. The driver needs several times this memory.
+
         Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueQueueInUse, PgqueBadArgument.
         """
         call, params = _statements.receive(
-            queue, consumer, max_messages, worker, visibility_timeout, ack_batch
+            queue, consumer, max_messages, worker, visibility_timeout, ack_batch, max_bytes
         )
         with _otel.timed("receive", queue, consumer):
             return self._rows(f"select {_MESSAGE} from {call} as m", params, self._make_message)
@@ -645,23 +649,26 @@ class PgqueClient:
         *,
         max_messages: int = 100,
         dead_interval: Seconds | None = None,
+        max_bytes: int | None = _statements.MAX_BYTES,
     ) -> list[Message]:
         """Return the next batch of one worker of a consumer, and register the worker on first use. Calls
         `pgque.receive_coop`.
 
         A worker has at most one batch. The batch of a worker that was silent for `dead_interval` seconds is
-        taken over. Raises PgqueQueueNotFound, PgqueQueueInUse, PgqueInvalidName, PgqueBadArgument.
+        taken over. `max_bytes` is that of `receive`. Raises PgqueQueueNotFound, PgqueQueueInUse,
+        PgqueInvalidName, PgqueBadArgument.
         """
         with _otel.timed("receive", queue, consumer):
             return self._rows(
                 f"select {_MESSAGE} from pgque.receive_coop(%(queue)s::text, %(consumer)s::text,"
-                " %(worker)s::text, %(max)s::int, %(dead)s::interval) as m",
+                " %(worker)s::text, %(max)s::int, %(dead)s::interval, %(bytes)s::bigint) as m",
                 {
                     "queue": queue,
                     "consumer": consumer,
                     "worker": subconsumer,
                     "max": max_messages,
                     "dead": _encode.interval(dead_interval),
+                    "bytes": max_bytes,
                 },
                 self._make_message,
             )

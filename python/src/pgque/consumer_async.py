@@ -30,6 +30,7 @@ from ._listen_async import TickWatch, listen
 from ._min_interval import check_min_interval, next_receive_at
 from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
+from ._statements import MAX_BYTES
 from ._stopper import GRACE, AsyncStopper, HandlerInterrupted
 from .client_async import AsyncPgqueClient
 from .errors import (
@@ -134,6 +135,8 @@ class AsyncConsumer:
         name: the earlier name of this argument.
         poll_interval: seconds between polls of the queue when no notification comes.
         max_messages: most messages in one batch.
+        max_bytes: most bytes of payloads and headers in one batch, which has at least one message; None is no
+            limit.
         min_interval: least seconds from the receive of one batch to the next receive, at most a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
             `min_interval` after it was sent. The ack comes before the pause.
@@ -162,6 +165,7 @@ class AsyncConsumer:
         name: str | None = None,
         poll_interval: float = 30,
         max_messages: int = 100,
+        max_bytes: int | None = MAX_BYTES,
         min_interval: float = 0,
         retry_after: Seconds = 60,
         unknown_handler_policy: Literal["nack", "ack"] = "nack",
@@ -187,6 +191,8 @@ class AsyncConsumer:
             raise ValueError("poll_interval must be more than 0 seconds")
         if max_messages < 1:
             raise ValueError("max_messages must be at least 1")
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError("max_bytes must be at least 1")
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
@@ -197,6 +203,7 @@ class AsyncConsumer:
         self.consumer = consumer
         self.poll_interval = poll_interval
         self.max_messages = max_messages
+        self.max_bytes = max_bytes
         self.min_interval = min_interval
         self.retry_after = retry_after
         self.unknown_handler_policy = unknown_handler_policy
@@ -348,12 +355,19 @@ class AsyncConsumer:
                     self.subconsumer,
                     max_messages=self.max_messages,
                     dead_interval=self.dead_interval,
+                    max_bytes=self.max_bytes,
                 )
             if self._unreported is not None and self._unreported.failed:
                 await self._report(client)
             finished = None if self._unreported is None else self._unreported.batch_id
             try:
-                batch = await client.receive(self.queue, self.consumer, self.max_messages, ack_batch=finished)
+                batch = await client.receive(
+                    self.queue,
+                    self.consumer,
+                    self.max_messages,
+                    ack_batch=finished,
+                    max_bytes=self.max_bytes,
+                )
             except (PgqueBadArgument, PgqueQueueInUse) as error:
                 raise type(error)(
                     error.args[0], sqlstate=error.sqlstate, hint=_NOT_FOR_CONSUMER, queue=self.queue

@@ -38,6 +38,7 @@ from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
 from ._recurring import Recurring, recurring_queue
 from ._sources import Priority, Source, Sources, check_weights
+from ._statements import MAX_BYTES
 from ._stopper import AsyncStopper, HandlerInterrupted
 from .client_async import AsyncPgqueClient
 from .errors import PgqueError, PgquePayloadError, from_psycopg, one_line
@@ -265,6 +266,7 @@ class AsyncWorkQueue:
         max_messages: int = 10,
         visibility_timeout: Seconds | None = None,
         timeout: float | None = None,
+        max_bytes: int | None = MAX_BYTES,
     ) -> AsyncGenerator[AsyncWorkMessage, None]:
         """Yield messages one at a time, as they arrive. Calls `pgque.receive`.
 
@@ -283,6 +285,8 @@ class AsyncWorkQueue:
                 queue's setting.
             timeout: seconds without a message after which the loop ends; None waits forever, 0 ends the loop
                 when the queue is empty.
+            max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None
+                is no limit.
 
         Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueConnectionError. After a lost connection, call
         again.
@@ -299,7 +303,9 @@ class AsyncWorkQueue:
         try:
             while True:
                 following = _Delivery(self)
-                receive = _batches.receive(self.queue, self.consumer, name, max_messages, visibility_timeout)
+                receive = _batches.receive(
+                    self.queue, self.consumer, name, max_messages, visibility_timeout, max_bytes
+                )
                 async with self._lock:
                     asked_at = time.monotonic()
                     self._notified = False
@@ -439,6 +445,8 @@ class AsyncWorker:
             `concurrency`, and doubles up to this while batches take less than 0.2 seconds. Then messages are
             also received before a handler is free for them. It is halved when a batch takes more than a
             second. A worker never has more messages than `concurrency` and `prefetch` together.
+        max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None is
+            no limit.
         min_interval: least seconds from the receive of one batch to the next receive, at most a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
             `min_interval` after it was sent. Outcomes do not wait for the pause to end. Each process has its
@@ -472,6 +480,7 @@ class AsyncWorker:
         concurrency: int = 4,
         use: Literal["tasks"] = "tasks",
         prefetch: int | None = None,
+        max_bytes: int | None = MAX_BYTES,
         min_interval: float = 0,
         visibility_timeout: Seconds = 30,
         retry_after: Seconds | None = None,
@@ -491,6 +500,8 @@ class AsyncWorker:
             )
         if concurrency < 1 or (prefetch is not None and prefetch < 1):
             raise ValueError("concurrency and prefetch must be at least 1")
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError("max_bytes must be at least 1")
         if _encode.total_seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
         check_min_interval(min_interval)
@@ -507,6 +518,7 @@ class AsyncWorker:
         self.concurrency = concurrency
         self.use = use
         self.prefetch = max(_LEAST_PREFETCH, 2 * concurrency) if prefetch is None else prefetch
+        self.max_bytes = max_bytes
         self.min_interval = min_interval
         self.visibility_timeout = visibility_timeout
         self.retry_after = retry_after
@@ -814,7 +826,9 @@ class AsyncWorker:
         messages came."""
         now = time.monotonic()
         self._sources.note_asked(source, now)
-        receive = _batches.receive(source.queue, self.consumer, self.worker, count, self.visibility_timeout)
+        receive = _batches.receive(
+            source.queue, self.consumer, self.worker, count, self.visibility_timeout, self.max_bytes
+        )
         try:
             received = await _report_and_receive(
                 client, self.consumer, to_report, receive, self._make_message
