@@ -222,11 +222,7 @@ begin
   p_item.ev_batch := null;
   p_item.ev_worker := null;
   p_item.ev_retry_after := pgque.clock();
-  if p_what = 'release' then
-    -- The next delivery takes the place of this one.  At least one stays, since a message
-    -- that was delivered is not replaced by its key.
-    p_item.ev_receives := greatest(p_item.ev_receives - 1, 1);
-  else
+  if p_what <> 'release' then
     p_item.ev_retry := coalesce(p_item.ev_retry, 0) + 1;
     p_item.ev_error := p_reason;
     p_item.ev_retry_after := p_item.ev_retry_after + coalesce(p_after, pgque._backoff(p_queue.queue_retry_backoff, p_item.ev_retry));

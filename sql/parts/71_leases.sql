@@ -24,9 +24,9 @@ begin
 end
 $$;
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
-  'Releases messages of a batch, all by default, and returns their number. Any worker of the consumer can receive them at once. It is no failure: '
-  'retry_count stays, and of max_receive_attempts the delivery does not count, apart from the first. A consumer without workers acknowledges the batch '
-  'afterwards, and receives the messages in another one.';
+  'Releases messages of a batch, all by default, and returns their number. They can be received at once, by any worker of the consumer. A release is '
+  'no failure: retry_count stays; receive_count counts each delivery. A consumer without workers acknowledges the batch afterwards, and receives the '
+  'messages in another one.';
 
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
