@@ -503,9 +503,10 @@ class AsyncPgqueClient:
         return await self._report("archive", batch_id, msgs)
 
     async def release(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> int:
-        """Release messages of a worker's batch, None for all, and return their number. Calls `pgque.release`.
+        """Release messages of a batch, None for all, and return their number. Calls `pgque.release`.
 
-        Any worker can receive them at once. Raises PgqueBadArgument if the batch is not a worker's.
+        They can be received at once, by any worker of the consumer. A consumer without workers acknowledges
+        the batch afterwards, and receives the messages in another one.
         """
         sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.ids_or_none(msgs))})
         return await self._value(

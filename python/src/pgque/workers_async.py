@@ -23,7 +23,7 @@ from psycopg.rows import args_row
 
 from . import _batches, _encode, _otel, _payloads, _telemetry
 from ._batches import ACK, ARCHIVE, RELEASE, Batch, MessageOutcome, Refused, Statement
-from ._concurrency import AsyncLock, TaskPool, check_until_idle, run_worker_async
+from ._concurrency import AsyncLock, SingleRun, TaskPool, check_until_idle, run_worker_async
 from ._connection_async import Progress, keep_connected, open_client, open_client_before
 from ._decode import reading
 from ._handlers import Handlers, check_async_handler
@@ -541,6 +541,7 @@ class AsyncWorker:
         self._sources = Sources(weights, priority, _POLL_INTERVAL)
         self._watches = {source: TickWatch(source.queue, log) for source in self._sources}
         self._stopper = self._first_stopper = AsyncStopper()
+        self._single = SingleRun("worker", self._first_stopper)
         self._size = self.prefetch if min_interval else min(concurrency, self.prefetch)
         self._is_ahead = False  # whether it receives messages before a handler is free for them
         self._lease_seconds = _encode.total_seconds(visibility_timeout)
@@ -637,13 +638,18 @@ class AsyncWorker:
         Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFound,
         PgqueConsumerNotFound, PgquePermissionDenied; PgqueQueueInUse if the consumer reads on its own;
         PgqueBadArgument without a handler, unless `unknown_handler_policy` is "ack". Running handlers have
-        `shutdown_timeout` seconds to finish then.
+        `shutdown_timeout` seconds to finish then. Raises PgqueError while the object runs already, and after
+        it was stopped.
         """
         self._handlers.check_any(self.unknown_handler_policy)
         check_until_idle(self, until_idle)
         self._liveness.check()
-        self._until_idle = until_idle
-        self._is_idle = False
+        with self._single.once():
+            self._until_idle = until_idle
+            self._is_idle = False
+            await self._run(catch_signals)
+
+    async def _run(self, catch_signals: bool) -> None:
         async with self._stopper.running(catch_signals):
             try:
                 await run_worker_async(AsyncWorker, self, self._run_here)
@@ -654,7 +660,10 @@ class AsyncWorker:
                 raise
 
     def stop(self) -> None:
-        """Make `run` finish its running handlers and return, for good; callable from any thread."""
+        """Make `run` finish its running handlers and return, for good; callable from any thread.
+
+        After that, `run` raises PgqueError.
+        """
         self._first_stopper.set()
         self._stopper.set()
 
