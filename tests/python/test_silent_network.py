@@ -37,7 +37,10 @@ import pgque
 kind, dsn, queue, use, limit = sys.argv[1:]
 options = {}
 if kind.endswith("Worker"):
-    options = {"visibility_timeout": 600, "shutdown_timeout": 0.5 if use == "stdin" else 600}
+    # A message whose delivery was lost with the connection comes again after two seconds.
+    options = {"visibility_timeout": 600, "shutdown_timeout": 600}
+    if use == "stdin":
+        options = {"visibility_timeout": 2, "shutdown_timeout": 0.5}
     if use == "processes":
         options |= {"use": use, "concurrency": 1}
 else:
@@ -209,7 +212,7 @@ def locked(conn: Connection) -> Iterator[None]:
         yield
 
 
-def waiting(conn: Connection, name: str) -> list[float]:
+def waiting(conn: psycopg.Connection[Any], name: str) -> list[float]:
     """For how many seconds sessions of this name wait for a lock."""
     rows = conn.execute(
         "select extract(epoch from clock_timestamp() - a.query_start)::float from pg_stat_activity as a"

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,10 +62,10 @@ class SilentPath:
     def silence(self, *, new_ones: bool = True) -> None:
         """Silence the connections that there are, and those that are opened from now on, unless `new_ones` is
         False."""
-        if new_ones:
-            os.kill(self._process.pid, signal.SIGSTOP)
-        for pid in self._connections():
+        for pid in ([self._process.pid] if new_ones else []) + self._connections():
             os.kill(pid, signal.SIGSTOP)
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.001)
 
     @property
     def connections(self) -> int:
@@ -85,8 +86,7 @@ def silent_path(dsn: str) -> Iterator[SilentPath]:
     try:
         assert process.stdout is not None
         port = process.stdout.readline().strip()
-        # gssencmode and sslmode ask the server before they begin: nothing that matters here.
-        yield SilentPath(process, make_conninfo(dsn, host="127.0.0.1", port=port, sslmode="disable"))
+        yield SilentPath(process, make_conninfo(dsn, host="127.0.0.1", port=port))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
