@@ -51,9 +51,10 @@ with selectors.DefaultSelector() as selector:
 class SilentPath:
     """A path to the server that the test can silence."""
 
-    def __init__(self, process: subprocess.Popen[str], dsn: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], dsn: str, port: int) -> None:
         self._process = process
-        self.dsn = dsn
+        self._port = port
+        self.dsn = make_conninfo(dsn, host="127.0.0.1", port=port)
 
     def _connections(self) -> list[int]:
         pid = self._process.pid
@@ -66,6 +67,18 @@ class SilentPath:
             os.kill(pid, signal.SIGSTOP)
             while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 time.sleep(0.001)
+
+    def resume(self) -> None:
+        """Let everything through that was held back."""
+        for pid in [*self._connections(), self._process.pid]:
+            os.kill(pid, signal.SIGCONT)
+
+    @property
+    def unanswered(self) -> int:
+        """On how many connections something was sent since they are silent: bytes that the proxy has not read."""
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        port = f":{self._port:04X}"
+        return sum(1 for line in lines if line[1].endswith(port) and int(line[4].partition(":")[2], 16) > 0)
 
     @property
     def connections(self) -> int:
@@ -85,8 +98,7 @@ def silent_path(dsn: str) -> Iterator[SilentPath]:
     )
     try:
         assert process.stdout is not None
-        port = process.stdout.readline().strip()
-        yield SilentPath(process, make_conninfo(dsn, host="127.0.0.1", port=port))
+        yield SilentPath(process, dsn, int(process.stdout.readline()))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
