@@ -33,15 +33,19 @@ LIMIT = 0.5
 PROGRAM = """
 import asyncio, sys, threading, time
 import pgque
+from pgque import _listen, _listen_async
 
 kind, dsn, queue, use, limit = sys.argv[1:]
 options = {}
 if kind.endswith("Worker"):
-    options = {"visibility_timeout": 600, "shutdown_timeout": 0.5 if use == "stdin" else 600}
+    # A message whose delivery was lost with the connection comes again after two seconds.
+    options = {"visibility_timeout": 600, "shutdown_timeout": 600}
+    if use == "stdin":
+        options = {"visibility_timeout": 2, "shutdown_timeout": 0.5}
     if use == "processes":
         options |= {"use": use, "concurrency": 1}
-else:
-    options = {"poll_interval": 0.5}
+# A consumer that waits for notifications asks whether its queue is ticked, every ten seconds.
+_listen.TICK_CHECK = _listen_async.TICK_CHECK = 0.5
 program = getattr(pgque, kind)(
     dsn, queue=queue, consumer="c", command_timeout=None if limit == "none" else float(limit), **options
 )
@@ -109,40 +113,78 @@ def said(process: subprocess.Popen[str]) -> str:
 # -- programs --------------------------------------------------------------------------------------------
 
 
-def test_programs_leave_a_silent_connection_and_stop_on_a_silent_network(
-    path: SilentPath, program: Path, new_queue: Callable[[], str], client: pgque.PgqueClient, tick: Tick
-) -> None:
-    # All kinds at once, since each has to start and to wait. In processes, since what blocks an interpreter would
-    # block the test.
-    queues = {kind: new_queue() for kind in KINDS}
+class Programs:
+    """One program of each kind over a path, with a queue of its own. All at once, since each has to start and to
+    wait; in processes, since what blocks an interpreter would block the test."""
 
-    def send(payload: str) -> None:
-        for queue in queues.values():
-            client.send(queue, payload)
-            tick(queue)
+    def __init__(
+        self, stack: ExitStack, program: Path, path: SilentPath, client: pgque.PgqueClient, tick: Tick
+    ) -> None:
+        self._enter = stack.enter_context
+        self._program, self._path, self._client, self._tick = program, path, client, tick
+        self._queues: dict[str, str] = {}
+        self.processes: dict[str, subprocess.Popen[str]] = {}
 
-    for queue in queues.values():
-        client.subscribe(queue, "c")
+    def start(self, new_queue: Callable[[], str], limit: object) -> None:
+        """Start them, and see that each handles a message."""
+        for kind in KINDS:
+            queue = self._queues[kind] = new_queue()
+            self._client.subscribe(queue, "c")
+            process = start(self._program, kind, self._path.dsn, queue, "stdin", limit)
+            self.processes[kind] = self._enter(ended(process))
+        self.send("1")
+        assert [said(process) for process in self.processes.values()] == ["1"] * len(KINDS)
+
+    def are_idle(self) -> bool:
+        """Whether everything that was sent is acknowledged."""
+        infos = [self._client.get_consumer_info(queue, "c")[0] for queue in self._queues.values()]
+        return all(info.pending_events == 0 for info in infos)
+
+    def send(self, payload: str) -> None:
+        for queue in self._queues.values():
+            self._client.send(queue, payload)
+            self._tick(queue)
+
+
+@pytest.fixture
+def programs(program: Path, path: SilentPath, client: pgque.PgqueClient, tick: Tick) -> Iterator[Programs]:
     with ExitStack() as stack:
-        processes = {
-            kind: stack.enter_context(ended(start(program, kind, path.dsn, queue, "stdin", LIMIT)))
-            for kind, queue in queues.items()
-        }
-        send("1")
-        assert [said(process) for process in processes.values()] == ["1"] * 4
-        path.silence(new_ones=False)
-        send("2")
-        # A worker that is asked nothing more reads what was sent before, and the first message twice: its ack was
-        # lost.
-        for process in processes.values():
-            while (heard := said(process)) != "2":
-                assert heard == "1"
+        yield Programs(stack, program, path, client, tick)
+
+
+def test_programs_leave_a_silent_connection_for_another(
+    programs: Programs, path: SilentPath, new_queue: Callable[[], str]
+) -> None:
+    programs.start(new_queue, LIMIT)
+    path.silence(new_ones=False)
+    programs.send("2")
+    for process in programs.processes.values():
+        while (heard := said(process)) != "2":
+            assert heard == "1"  # once more, as its ack was lost
+
+
+def test_programs_stop_on_a_silent_network(
+    programs: Programs, path: SilentPath, new_queue: Callable[[], str], wait_until: Wait
+) -> None:
+    programs.start(new_queue, "none")
+    wait_until(programs.are_idle)
+
+    def all_wait_for_an_answer() -> bool:
         path.silence()
-        for process in processes.values():
-            assert process.stdin is not None
-            process.stdin.write("stop\n")
-            process.stdin.flush()
-        assert {kind: process.wait(20) for kind, process in processes.items()} == dict.fromkeys(KINDS, 0)
+        try:
+            wait_until(lambda: path.unanswered == len(KINDS), timeout=2)
+        except AssertionError:  # an answer was on its way, which the path holds back as well
+            path.resume()
+            return False
+        return True
+
+    wait_until(all_wait_for_an_answer, timeout=30)
+    for process in programs.processes.values():
+        assert process.stdin is not None
+        process.stdin.write("stop\n")
+        process.stdin.flush()
+    ended_with = {kind: process.wait(20) for kind, process in programs.processes.items()}
+    assert ended_with == dict.fromkeys(KINDS, 0)
 
 
 def test_the_ticker_leaves_a_silent_connection_and_stops_on_a_silent_network(
@@ -209,7 +251,7 @@ def locked(conn: Connection) -> Iterator[None]:
         yield
 
 
-def waiting(conn: Connection, name: str) -> list[float]:
+def waiting(conn: psycopg.Connection[Any], name: str) -> list[float]:
     """For how many seconds sessions of this name wait for a lock."""
     rows = conn.execute(
         "select extract(epoch from clock_timestamp() - a.query_start)::float from pg_stat_activity as a"

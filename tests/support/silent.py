@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,9 +51,10 @@ with selectors.DefaultSelector() as selector:
 class SilentPath:
     """A path to the server that the test can silence."""
 
-    def __init__(self, process: subprocess.Popen[str], dsn: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], dsn: str, port: int) -> None:
         self._process = process
-        self.dsn = dsn
+        self._port = port
+        self.dsn = make_conninfo(dsn, host="127.0.0.1", port=port)
 
     def _connections(self) -> list[int]:
         pid = self._process.pid
@@ -61,10 +63,22 @@ class SilentPath:
     def silence(self, *, new_ones: bool = True) -> None:
         """Silence the connections that there are, and those that are opened from now on, unless `new_ones` is
         False."""
-        if new_ones:
-            os.kill(self._process.pid, signal.SIGSTOP)
-        for pid in self._connections():
+        for pid in ([self._process.pid] if new_ones else []) + self._connections():
             os.kill(pid, signal.SIGSTOP)
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.001)
+
+    def resume(self) -> None:
+        """Let everything through that was held back."""
+        for pid in [*self._connections(), self._process.pid]:
+            os.kill(pid, signal.SIGCONT)
+
+    @property
+    def unanswered(self) -> int:
+        """On how many connections something was sent since they are silent: bytes that the proxy has not read."""
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        port = f":{self._port:04X}"
+        return sum(1 for line in lines if line[1].endswith(port) and int(line[4].partition(":")[2], 16) > 0)
 
     @property
     def connections(self) -> int:
@@ -84,9 +98,7 @@ def silent_path(dsn: str) -> Iterator[SilentPath]:
     )
     try:
         assert process.stdout is not None
-        port = process.stdout.readline().strip()
-        # gssencmode and sslmode ask the server before they begin: nothing that matters here.
-        yield SilentPath(process, make_conninfo(dsn, host="127.0.0.1", port=port, sslmode="disable"))
+        yield SilentPath(process, dsn, int(process.stdout.readline()))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

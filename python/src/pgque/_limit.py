@@ -32,7 +32,7 @@ COMMAND_TIMEOUT = 30.0
 _INTERVAL = 0.1
 
 # Seconds for the server to take a request to cancel, and then to end the statement.
-_CANCEL_TIMEOUT = 0.5
+_CANCEL_TIMEOUT = 0.3
 
 # Seconds that a call has for its answer at least, so that what is reported after a stop can succeed.
 _LEAST_TIMEOUT = 1.0
@@ -112,7 +112,7 @@ def _limited(conn: LimitedConnection[Row] | AsyncLimitedConnection[Row], gen: PQ
             elif _is_active(conn.pgconn):
                 if timeout is not None and now > began + timeout:
                     raise NoAnswerError(f"the server has not answered for {timeout:g} s")
-                end = deadline()
+                end = deadline() - _CANCEL_TIMEOUT
                 if now > end and (end == -math.inf or now > began + _LEAST_TIMEOUT):
                     raise NoAnswerError("the server did not answer before the end of a stop")
             wanted = gen.send(ready)

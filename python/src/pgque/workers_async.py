@@ -548,6 +548,7 @@ class AsyncWorker:
         self._batches: dict[int, Batch[Message]] = {}
         # Written by the threads or tasks that run handlers, read by the session only; None of a lost batch.
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
+        self._catch_signals = True
         self._until_idle = False  # whether `run` ends when nothing is left to be done
         self._is_idle = False
         self._wake_at = _NEVER  # with so many of these the session has something to do
@@ -647,6 +648,7 @@ class AsyncWorker:
         with self._single.once():
             self._until_idle = until_idle
             self._is_idle = False
+            self._catch_signals = catch_signals
             await self._run(catch_signals)
 
     async def _run(self, catch_signals: bool) -> None:
@@ -724,7 +726,7 @@ class AsyncWorker:
             if self._is_done():
                 return
             log.error("worker %s finishes its running handlers, and ends: %s", self.worker, one_line(error))
-            async with self._stopper.running(False):
+            async with self._stopper.running(self._catch_signals):
                 await self._run_sessions()
         except PgqueError as another:
             log.warning("worker %s cannot report its outcomes: %s", self.worker, one_line(another))
