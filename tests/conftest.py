@@ -85,6 +85,28 @@ def _required() -> set[str]:
     return {word.strip() for word in os.environ.get("PGQUE_REQUIRE", "").split(",")} - {""}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--first-case",
+        action="store_true",
+        help="run only the first case of each parametrized test: every statement, on one more version",
+    )
+
+
+@pytest.hookimpl(
+    trylast=True
+)  # after -m and -k, so that a test whose first case they leave out runs the next
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--first-case"):
+        return
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    chosen = set(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = first.values()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
