@@ -151,13 +151,26 @@ def server() -> Iterator[TestServer]:
     """The running server. In the end it has compiled none of pgque's statements, see support/jit.py."""
     server = _start_server()
     yield server
+    _nothing_compiled(server)
+
+
+def _nothing_compiled(server: TestServer) -> None:
     problem = jit.problem(server.dsn)
-    if os.environ.get("PGQUE_JIT_GUARD") == "off":
-        return
     if problem is None:
         assert jit.compiled(server.dsn) == []
     elif "jit" in _required():
         pytest.fail(f"PGQUE_REQUIRE={os.environ['PGQUE_REQUIRE']}: {problem}")
+
+
+@pytest.fixture
+def may_compile(server: TestServer) -> Iterator[None]:
+    """Do not count what a test compiles that calls private functions itself or forbids plans.
+
+    What the tests before it compiled is counted first.
+    """
+    _nothing_compiled(server)
+    yield
+    jit.forget(server.dsn)
 
 
 def _admin(server: TestServer) -> Connection:
