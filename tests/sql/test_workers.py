@@ -203,32 +203,6 @@ def test_a_touched_worker_keeps_its_batch(own: Connection) -> None:
     assert "z" in str(error)
 
 
-def test_two_workers_that_take_over_at_once_get_the_batch_once(
-    own: Connection,
-    own_dsn: str,
-    connect: Callable[..., Connection],
-    background: Callable[..., Any],
-    wait_for_lock: Callable[..., None],
-    wait_until: Callable[..., None],
-) -> None:
-    value(own, "select pgque.create_queue('q')")
-    for worker in ("a", "b", "d"):
-        value(own, REGISTER, "q", worker)
-    sent = send_many(own, "q", 2)
-    tick(own, "q")
-    receive_coop(own, "q", "a")
-    move_clock(own, "2 minutes")
-    one = connect(own_dsn, autocommit=False)
-    taken = receive_coop(one, "q", "b", 100, "1 minute")
-    assert [m.msg_id for m in taken] == sent
-    second = connect(own_dsn)
-    other = background(lambda c: receive_coop(c, "q", "d", 100, "1 minute"), second)
-    waiting = "select a.wait_event_type = 'Lock' from pg_stat_activity as a where a.pid = %s"
-    wait_until(lambda: other.done or value(own, waiting, other.pid), "the second worker waits")
-    one.commit()
-    assert other.result() == []
-
-
 def test_unregistering_a_worker_that_holds_a_batch_needs_a_word(conn: Connection, queue: str) -> None:
     for worker in ("a", "b"):
         value(conn, REGISTER, queue, worker)
@@ -307,17 +281,6 @@ def test_consumer_info_lists_workers_and_their_batches(conn: Connection, queue: 
         )
     }
     assert found == {"c": (None, "coop_main"), "c.a": (message.batch_id, "coop_member")}
-
-
-def test_a_worker_whose_every_message_was_nacked_goes_on(conn: Connection, queue: str) -> None:
-    value(conn, REGISTER, queue, "a")
-    sent = send_many(conn, queue, 2)
-    tick(conn, queue)
-    batch = receive_coop(conn, queue, "a")
-    nack_ids(conn, batch[0].batch_id, sent, "1 hour")
-    later = send(conn, queue)
-    tick(conn, queue)
-    assert [m.msg_id for m in receive_coop(conn, queue, "a")] == [later]
 
 
 def test_a_worker_asks_while_the_consumer_is_given_subconsumers_and_no_message_is_lost(
