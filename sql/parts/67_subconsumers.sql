@@ -190,14 +190,16 @@ declare
   v_pos    pgque.position := pgque._next_from(pgque._position(p_main.sub_id));
   v_token  bigint := pgque._new_batch_id(v_pos);
   v_lease  pgque.position;
+  v_fresh  bigint := 0;
 begin
   v_lease := pgque._lease(p_main.sub_id, p_batch);
   if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    perform pgque._shelve(p_main, v_lease, 'infinity');
+    v_fresh := pgque._shelve(p_main, v_lease, 'infinity', v_token, p_worker, p_deliveries);
   end if;
   update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
   where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
   get diagnostics v_pos.pos_shelf = row_count;
+  v_pos.pos_shelf := v_pos.pos_shelf + v_fresh;
   perform pgque._note(p_batch, p_main.sub_id, array[0]);
   v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
   perform pgque._delivered(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);

@@ -11,6 +11,7 @@ from sql.helpers import (
     Connection,
     ack,
     column,
+    dead_tuples,
     drain,
     forced_tick,
     move_clock,
@@ -421,6 +422,18 @@ def test_next_batch_custom_returns_the_same_record_with_and_without_a_subconsume
     assert names == same and names[:3] == ["batch_id", "cur_tick_id", "prev_tick_id"]
     assert alone[0][1:] == worker[0][1:]
     assert rows(conn, EVENTS, worker[0][0]) == rows(conn, EVENTS, alone[0][0]) != []
+
+
+def test_taking_over_the_batch_of_a_silent_subconsumer_writes_each_message_once(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, REGISTER, "q", "a")
+    sent = send_many(own, "q", 50)
+    forced_tick(own, "q")
+    assert column(own, EVENTS, value(own, NEXT, "q", "a")) == sent
+    move_clock(own, "2 minutes")
+    taken = "select msg_id, receive_count from pgque.receive_coop('q', 'c', 'b', 10, '1 minute')"
+    assert rows(own, taken) == [(msg_id, 2) for msg_id in sent]
+    assert "retry_queue" not in dead_tuples(own)
 
 
 def test_calls_of_next_batch_custom_with_literals_of_no_type_find_their_function(
