@@ -571,8 +571,8 @@ comment on column pgque.queue.queue_ticker_idle_period is 'Time between two tick
 comment on column pgque.queue.queue_max_retries is
   'How often a rejected message is redelivered before it is given up: n retries are n + 1 deliveries. Unit: retries.';
 comment on column pgque.queue.queue_retention_period is
-  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). 0 '
-  'restores the default.';
+  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). So '
+  'are retries that were due for longer. For a delayed message the time counts from when it could be delivered. 0 restores the default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
 comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
 comment on column pgque.queue.queue_tick_seq is 'Sequence of its tick ids. A value above the newest tick requests a tick; see force_next_tick().';
@@ -6604,7 +6604,8 @@ comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for un
 
 create or replace function pgque.receive(
   queue_name text, consumer_name text, max_return int default 100, worker text default null,
-  visibility_timeout interval default null, ack_batch bigint default null, caller pgque.caller default current_user
+  visibility_timeout interval default null, ack_batch bigint default null, max_bytes bigint default null,
+  caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
@@ -6620,8 +6621,13 @@ declare
   v_limit   bigint;
   v_last    bigint;
   v_count   bigint := 0;
+  v_bytes   bigint := 0;
   v_passed  bigint := 0;   -- messages that may not be delivered now
 begin
+  if $7 < 1 then
+    perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
+      'Pass the number of bytes that fit into your memory, such as 64000000, or null.');
+  end if;
   v_turn := pgque._turn($1, $2, $3, $4, $5, $6, caller);
   v_sub := v_turn.sub;
   if v_sub.sub_id is null then
@@ -6641,8 +6647,11 @@ begin
   end if;
 
   if v_turn.due and v_room > 0 then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until);
-    if v_pos.pos_shelf > 0 then
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7);
+    if v_pos.pos_shelf is null then
+      v_pos.pos_shelf := 0;
+      v_room := 0;
+    elsif v_pos.pos_shelf > 0 then
       return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
       v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- the window was opened for nothing
     end if;
@@ -6660,7 +6669,7 @@ begin
     end if;
     v_pos.pos_last_id := null;
     if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
-      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed);
+      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
       v_pos := v_sifted.pos;
       v_passed := v_passed + v_pos.pos_done_count;
       if v_sifted.rows is not null then
@@ -6676,13 +6685,14 @@ begin
       end if;
       -- A loop costs more for each row, but it finds out whether there is one message
       -- more than fits.
-      v_limit := v_room + (v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
+      v_limit := v_room + ($7 is not null or v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
       if v_limit > v_room then
         for v_row in
           execute v_rows
           using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit
         loop
-          if v_count = v_room then
+          v_bytes := v_bytes + case when $7 is not null then pgque._size(v_row.payload, v_row.payload_bytes, v_row.headers) else 0 end;
+          if v_count = v_room or v_bytes > $7 and v_count > 0 then
             v_pos.pos_last_id := v_last;
             exit;
           end if;
@@ -6707,17 +6717,25 @@ begin
     or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
 end
 $$;
-comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
+comment on function pgque.receive(text, text, int, text, interval, bigint, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
   'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
   'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
   'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
-  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that '
-  'is acknowledged first, in the same transaction. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
+  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. Their last attempt is alone in its worker: '
+  'the worker receives it when it holds nothing else, and nothing besides. ack_batch: a batch that '
+  'is acknowledged first, in the same transaction. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with '
+  'at least one message. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
   'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
-  'invalid worker name; PQ005 max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
+  'invalid worker name; PQ005 max_return or max_bytes is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
   'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
   'that is not READ COMMITTED.';
+
+-- Returns how many bytes a message adds to a batch.
+create or replace function pgque._size(p_data text, p_bytes bytea, p_headers jsonb) returns bigint
+language sql stable as $$
+  select coalesce(pg_catalog.octet_length(p_data), 0)::bigint + coalesce(pg_catalog.octet_length(p_bytes), 0) + coalesce(pg_catalog.pg_column_size(p_headers), 0)
+$$;
 
 -- Begins a delivery: closes the batch that is acknowledged, returns if there is nothing
 -- to do (sub is null then), and locks the consumer.
@@ -6797,6 +6815,10 @@ begin
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
+    sub.sub_role = 'pool' and exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after > v_now) as alone,   -- as _is_suspect() had it
     pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
   into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
@@ -6815,7 +6837,7 @@ begin
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
   end if;
-  room := p_max;
+  room := case when v_found.alone then 0 else p_max end;
   until := case when sub.sub_role = 'pool' then v_now + coalesce(p_timeout, queue.queue_visibility_timeout) else 'infinity' end;
   if open is not null then
     return;
@@ -7047,9 +7069,10 @@ $$;
 -- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
 -- is how many messages the caller has passed since it last found one to deliver: the next
 -- slice is as long.  With null the slice is the whole window, for a caller that reads the
--- rest of it without this function.
+-- rest of it without this function.  p_bytes limits the size of the messages to deliver;
+-- there is at least one.
 create or replace function pgque._sift(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint,
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint, p_bytes bigint default null,
   out pos pgque.position, out ids bigint[], out rows text
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -7066,6 +7089,7 @@ declare
   v_claim  record;
   v_out    text[];
   v_found  record;
+  v_fit    bigint;
 begin
   pos := p_pos;
   pos.pos_done_count := 0;
@@ -7090,42 +7114,53 @@ begin
   if p_sub.sub_keyed then
     v_out := pgque._lanes_out(p_sub);
   end if;
-  with looked as materialized (
-    select e.ev_id, e.ev_extra1 as lane,
-      case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
-    from pg_catalog.unnest(v_rows) e
-  ),
-  busy_lane as materialized (
-    select l.lane
-    from looked l
-    where l.what = 'good' and l.lane is not null
-    group by 1
-    having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
-  ),
-  judged as (
-    select l.ev_id, l.lane,
-      case
-        when l.what <> 'good' or l.lane is null then l.what
-        when l.lane in (select b.lane from busy_lane b)
-          or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
-        else 'good'
-      end as what
-    from looked l
-  ),
-  counted as (
-    select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
-  )
-  select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what in ('good', 'expired')) as sealed,
-    count(*) filter (where c.what = 'expired') as expired,
-    array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
-    max(c.ev_id) as last, count(*) as looked
-  into v_found
-  from counted c
-  -- Messages after the last one stay in the window.
-  where c.n < p_max or c.n = p_max and c.what = 'good';
+  loop
+    with looked as materialized (
+      select e.ev_id, e.ev_extra1 as lane,
+        case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
+      from pg_catalog.unnest(v_rows) e
+    ),
+    busy_lane as materialized (
+      select l.lane
+      from looked l
+      where l.what = 'good' and l.lane is not null
+      group by 1
+      having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+    ),
+    judged as (
+      select l.ev_id, l.lane,
+        case
+          when l.what <> 'good' or l.lane is null then l.what
+          when l.lane in (select b.lane from busy_lane b)
+            or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
+          else 'good'
+        end as what
+      from looked l
+    ),
+    counted as (
+      select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
+    )
+    select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what in ('good', 'expired')) as sealed,
+      count(*) filter (where c.what = 'expired') as expired,
+      array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
+      max(c.ev_id) as last, count(*) as looked
+    into v_found
+    from counted c
+    -- Messages after the last one stay in the window.
+    where c.n < p_max or c.n = p_max and c.what = 'good';
+    exit when p_bytes is null or pg_catalog.cardinality(v_found.good) > 1 is not true;
+    pos.pos_last_id := v_found.last;
+    execute pg_catalog.format(
+      'select count(*) from (select sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by e.ev_id) as bytes from (%s) e) s where s.bytes <= $2',
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($1, e.ev_id)')))
+    into v_fit using v_found.good, p_bytes;
+    exit when v_fit = pg_catalog.cardinality(v_found.good);
+    p_max := greatest(v_fit, 1);
+    p_bytes := null;
+  end loop;
   pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
   pos.pos_done_count := v_found.looked;
   pos.pos_keys := v_found.lanes;
@@ -7175,12 +7210,33 @@ $$;
 -- time, and on the last attempt each one alone.  With 5 attempts and 100 messages these
 -- are 100, 22, 5, 1.  So a message that kills its worker is alone at last.  A message
 -- that was requeued while it was leased counts from zero.
+--
+-- A worker that dies takes all that it holds with it.  So a message of which a delivery
+-- was lost gets its last attempt alone in its worker: the worker holds nothing else, and
+-- receives nothing until it is done (see _turn).  Otherwise messages that were delivered
+-- beside poison would use up their attempts with it.
 create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
     when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
     else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
   end
+$$;
+
+-- Returns whether a message that is due has its last attempt before it, and a delivery of
+-- it was lost.  A delivery that ends with a nack adds one to both numbers.
+create or replace function pgque._is_suspect(p_receives int, p_retry int, p_attempts int) returns boolean
+language sql immutable as $$ select p_receives = p_attempts - 1 and p_receives > coalesce(p_retry, 0) $$;
+
+-- Returns whether a worker of a pool holds messages.
+create or replace function pgque._holds(p_sub pgque.subscriber, p_worker text, p_now timestamptz) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_worker = p_worker and r.ev_retry_after > p_now)
+    or exists (select from pgque._held(p_sub.sub_id) h where (h.lease).pos_worker = p_worker and h.until > p_now);
+end
 $$;
 
 -- Locks messages of a consumer in the retry queue that are due, without those in p_but.
@@ -7210,9 +7266,11 @@ $$;
 
 -- Leases messages in the retry queue that are due, and returns their number.  Messages
 -- that expired, or whose attempts are used up, are removed instead.  A message with an
--- expired lease may be poison: other messages are not delivered with it.
+-- expired lease may be poison: other messages are not delivered with it.  Returns null
+-- if the worker has to finish what it holds first.  It waits for a visibility timeout at
+-- most, since a name that many processes share may always hold something.
 create or replace function pgque._take_waiting(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
+  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz, p_bytes bigint default null
 ) returns int
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -7233,6 +7291,12 @@ begin
     v_rows := pgque._due(p_sub, 1, v_now, v_busy, null);
     exit when pg_catalog.cardinality(v_rows) = 0;
     v_lapsed := v_rows[1].ev_batch is not null;
+    if p_sub.sub_role = 'pool' and pgque._is_suspect(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
+      if v_rows[1].ev_retry_after > v_now - p_queue.queue_visibility_timeout and pgque._holds(p_sub, p_worker, v_now) then
+        return null;
+      end if;
+      p_max := 1;
+    end if;
     v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
     -- Messages that are not to be delivered are removed many at a time.  After a try in
     -- which all messages were being replaced, twice as many are read.
@@ -7242,6 +7306,9 @@ begin
     end if;
     if v_look > 1 then
       v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end);
+      if p_max > 1 then
+        v_rows := array(select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts));
+      end if;
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
     v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
@@ -7253,6 +7320,17 @@ begin
     -- no more than some thousands are read.
     v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
+    if p_bytes is not null then
+      v_ids := array(
+        select s.id
+        from (
+          select i.id, i.n, sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by i.n) as bytes
+          from pg_catalog.unnest(v_ids) with ordinality i (id, n)
+          cross join lateral (select e.* from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) e
+        ) s
+        where s.n = 1 or s.bytes <= p_bytes
+        order by s.n);
+    end if;
     if pg_catalog.cardinality(v_ids) > 0 then
       -- One index lookup for each message, whatever number of rows the planner expects.
       with found as materialized (
@@ -7266,7 +7344,7 @@ begin
       where r.ctid = f.ctid;
       -- A message that waited for its first delivery was not delivered before.
       perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
-      from (select r.* from pg_catalog.unnest(v_good) r limit v_piece) r
+      from (select r.* from pg_catalog.unnest(v_good) r limit pg_catalog.cardinality(v_ids)) r
       where r.ev_receives > 0 or r.ev_retry > 0;
       return pg_catalog.cardinality(v_ids);
     end if;
@@ -7839,18 +7917,19 @@ end
 $$;
 
 create or replace function pgque.receive_coop(
-  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, max_bytes bigint default null,
+  caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._join($1, $2, $3, $5, caller);
-  return query select * from pgque.receive($1, $2, $4, $3);
+  return query select * from pgque.receive($1, $2, $4, $3, max_bytes => $6);
 end
 $$;
-comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
+comment on function pgque.receive_coop(text, text, text, int, interval, bigint, pgque.caller) is
   'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each worker gets other messages. '
   'Registers the worker on first use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. '
-  'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
+  'max_bytes: as for receive(). Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return or max_bytes is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
   'own.';
 
 -- There is no argument caller, as in next_batch_custom() without a subconsumer.
@@ -8228,22 +8307,26 @@ begin
       select r.ev_id from pgque.retry_queue r
       where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
   end if;
+  -- One index lookup for each key and for each message, whatever the planner expects.
   return array(
     select pgque._slim_waiting(r)
     from (
       select r.*
-      from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id
-        and (r.ev_retry_after <= p_now) is true   -- not by the index of due messages, which may all be of one lane
-        and r.ev_id = any (v_free || array(
-          select h.ev_id
-          from (select pg_catalog.unnest(v_lanes) except select pg_catalog.unnest(v_out)) l (lane)
-          cross join lateral (
-            select h.ev_id from pgque.retry_queue h where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane order by h.ev_id limit 1) h))
-        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+      from (
+        select h.place
+        from (select pg_catalog.unnest(v_lanes) except select pg_catalog.unnest(v_out)) l (lane)
+        cross join lateral (
+          select h.ctid as place from pgque.retry_queue h where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane order by h.ev_id limit 1) h
+        union all
+        select f.place
+        from pg_catalog.unnest(v_free) i (id)
+        cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner = p_sub.sub_id and f.ev_id = i.id offset 0) f
+      ) found
+      join pgque.retry_queue r on r.ctid = found.place
+      where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
       order by r.ev_batch is null, r.ev_id
       limit p_max
-      for update skip locked
+      for update of r skip locked
     ) r);
 end
 $$;
@@ -8667,19 +8750,19 @@ $$;
 create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  batch_id := pgque._batch_for(caller, $1);
-  perform pgque._pool_of($1);
-  return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
+  return (select count(*) from pgque._settle(pgque._batch_for(caller, $1), $2, 'release', null, null, false) f where f.ok);
 end
 $$;
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
-  'Releases messages of a worker''s batch, all by default, and returns their number. Any worker can receive them at once; their receive_count stays. '
-  'Errors: PQ005 the batch is not a worker''s.';
+  'Releases messages of a batch, all by default, and returns their number. They can be received at once, by any worker of the consumer. A release is '
+  'no failure: retry_count stays; receive_count counts each delivery. A consumer without workers acknowledges the batch afterwards, and receives the '
+  'messages in another one.';
 
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
+    perform pgque._pool_of(pgque._batch_for(caller, $1));
     return pgque.release($1, null, caller);
   end if;
   return pgque._lease_until(pgque._batch_for(caller, $1), $2, false);
@@ -9632,7 +9715,7 @@ end
 $$;
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
   'Requeues a dead letter: the consumer that failed it receives the message again. Returns the message''s id, which stays. Its retries '
-  'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
+  'count from zero, and retention_period from now. Errors: PQ008 no such dead letter; PQ011 that consumer was '
   'unsubscribed.';
 
 create or replace function pgque.dlq_requeue_all(
@@ -11102,36 +11185,41 @@ begin
 end
 $$;
 
--- Gives up messages that wait in the retry queue since before p_cutoff.  Returns 1 if
--- it gave up 10,000, the most for one call.  A lease without an end does not keep a
--- message.
+-- Gives up messages of the retry queue that could be delivered since before p_cutoff.  The
+-- time counts from when a message was due, and not from the send: a message with a long
+-- delay keeps its retries.  A lease without an end does not keep a message: then the time
+-- counts from the delivery.  Returns 1 if it gave up 10,000, the most for one call.
 create or replace function pgque._give_up_waiting(p_queue pgque.queue, p_cutoff timestamptz) returns int
 language plpgsql as $$
 declare
-  v_now    timestamptz := pgque.clock();
+  v_held   bigint[];
   v_aside  record;
   v_item   pgque.retry_queue;
   v_sub    pgque.subscriber;
   v_count  int := 0;
 begin
+  v_held := array(
+    select h.ev_batch
+    from (
+      select distinct e.ev_owner, e.ev_batch from pgque.retry_queue e
+      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_retry_after = 'infinity'
+    ) h
+    where coalesce((pgque._lease(h.ev_owner, h.ev_batch)).pos_time, '-infinity') < p_cutoff);
   v_aside := pgque._claim_aside(p_queue.queue_id, array(
     select pgque._slim_waiting(e)
     from (
       select e.* from pgque.retry_queue e
-      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
-        and e.ev_key is not null and e.ev_receives = 0 and (e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
+      where e.ev_queue = p_queue.queue_id and e.ev_retry_after < p_cutoff and e.ev_owner <> 0
+        and e.ev_key is not null and e.ev_receives = 0
       limit 10000
       for update skip locked
     ) e));
   for v_item in
     with found as materialized (
       select e.ctid from pgque.retry_queue e
-      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
-        and (e.ev_batch is null or e.ev_retry_after <= v_now or e.ev_retry_after = 'infinity')
+      where e.ev_queue = p_queue.queue_id and e.ev_owner <> 0 and (e.ev_retry_after < p_cutoff or e.ev_batch = any (v_held))
         and (e.ev_key is null or e.ev_receives > 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
-        -- For a requeued dead letter, the time counts from when it was requeued.
-        and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
     )
@@ -11251,6 +11339,9 @@ begin
 end
 $$;
 
+-- The rows stay in the log until rotation.  So that nobody reads them again, the purge
+-- gives all stored ticks the snapshot of its own one: windows that begin or end there have
+-- no purged message.  The ticks keep their ids, for readers with offsets of their own.
 create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -11263,19 +11354,26 @@ begin
   perform pgque._need_read_committed('purge()');
   perform pgque._rebase(v_queue.queue_id);
   perform pgque._let_keys_be_said(v_queue);
+  -- Calls that move a consumer to a stored tick wait here.
+  perform from pgque.queue q where q.queue_id = v_queue.queue_id for no key update;
   perform pgque._stop_all(v_queue.queue_id);
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
-  -- A block with an exception handler is a subtransaction, which _store_tick() needs.
+  -- A block with an exception handler is a subtransaction, which _store_tick() needs, and
+  -- the same counts for the ticks that get the values of this one.
   begin
     perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
+    v_last := pgque._last_tick(v_queue);
+    for n in 0..2 loop
+      execute format('update pgque.tick_%s_%s t set tick_snapshot = $1, tick_event_seq = $2 where t.tick_id < $3', v_queue.queue_id, n)
+      using v_last.tick_snapshot, v_last.tick_event_seq, v_last.tick_id;
+    end loop;
   exception
     when sqlstate 'PQ099' then
       raise;
   end;
-  v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null loop
     v_pos := pgque._position(v_sub.sub_id);
     perform pgque._note(o.token, v_sub.sub_id, array[0]) from unnest(v_pos.pos_open) o (token);
@@ -11296,9 +11394,10 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Dead letters and the archive stay. For a batch '
-  'that was open, ack() then returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such '
-  'queue; 25000 not READ COMMITTED.';
+  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Nobody can read them again, neither a consumer '
+  'that subscribes at earliest or is moved back, nor read_window(). Dead letters and the archive stay. For a batch that was open, ack() then '
+  'returns 0 or false. Rotation later empties the tables on disk. Returns the number of messages that the slowest consumer had ahead of it. Errors: '
+  'PQ001 no such queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque._expire_messages(p_queue_id int) returns bigint
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
@@ -11864,7 +11963,7 @@ $$;
 
 -- Returns the settings of the loop and the time of the last stop(); the defaults while the
 -- table is locked, since ticks must not wait for it.
-create or replace function pgque._loop_config(out stopped_at timestamptz, out period interval, out share float8)
+create or replace function pgque._loop_bounds(out stopped_at timestamptz, out period interval, out share float8)
 language plpgsql set lock_timeout = '20ms' as $$
 begin
   period := '100 milliseconds';
@@ -11890,7 +11989,7 @@ declare
   v_now    timestamptz := clock_timestamp();
   v_retry  timestamptz;
 begin
-  select c.* into stopped_at, period, share from pgque._loop_config() c;
+  select c.* into stopped_at, period, share from pgque._loop_bounds() c;
   select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
   into gap, look_at
   from pgque.queue q;

@@ -31,7 +31,7 @@ def test_a_batch_is_the_furthest_window_up_to_ticker_max_count_events(
 ) -> None:
     assert value(conn, NEXT, subscribed) is None
     value(conn, "select pgque.set_queue_config(%s, 'ticker_max_count', '10')", subscribed)
-    windows = []
+    windows: list[list[int]] = []
     for ticks in ((30,), (3, 3, 4), (9,), (2,)):  # one tick may have more, and no batch ends within one
         windows.append([])
         for count in ticks:

@@ -162,7 +162,7 @@ def test_retention_in_parts_goes_through_an_open_batch(own: Connection) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keyed", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_every_message_is_done_once_or_too_old_whatever_retention_meets(
     own: Connection, kind: str, keyed: bool, seed: int
 ) -> None:

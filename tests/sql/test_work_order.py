@@ -112,7 +112,7 @@ def test_a_statement_timeout_does_not_keep_a_call_from_getting_past_a_backlog(la
         "select r.msg_id from (select set_config('statement_timeout', '1ms', true) as c offset 0) as s"
         " cross join lateral pgque.receive('q', 'c', 10, worker => 'w2') as r where s.c <> ''"
     )
-    answers = []
+    answers: list[list[int]] = []
     while not answers or (answers[-1] == [] and len(answers) < 10):
         answers.append([found[0] for found in lanes.execute(call.encode()).fetchall()])
     assert answers == [[]] * (len(answers) - 1) + [[free]]
