@@ -196,6 +196,7 @@ language plpgsql as $$
 begin
   perform pgque._fail('read_only_sql_transaction', pg_catalog.format('%s: this server is a standby', p_what),
     'Connect to the primary, for example with host=a,b target_session_attrs=read-write.');
+  return null;
 end
 $$;
 
@@ -6137,29 +6138,33 @@ end
 $$;
 
 -- Moves the messages of a batch that have no outcome from the log to the retry queue,
--- under the same batch id.  They may be delivered from p_due on.  Returns how many
--- there are.  The caller holds the batch's lock.
-create or replace function pgque._shelve(p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz) returns bigint
+-- under the same batch id.  They may be delivered from p_due on.  With p_token they get
+-- another batch id and worker instead, with p_deliveries more deliveries.  Returns how
+-- many there are.  The caller holds the batch's lock.
+create or replace function pgque._shelve(
+  p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz, p_token bigint default null, p_worker text default null, p_deliveries int default 0
+) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
+  v_token  bigint := coalesce(p_token, p_lease.pos_batch);
   v_rows   text := pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, p_lease));
   v_count  bigint;
 begin
   execute pg_catalog.format(
-    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, $2, $3, $4)).* from (%s) e'
+    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
     -- If the consumer was moved back, the message may already be in the retry queue.
     -- Then this batch takes it over from the one that has it there.
     ' on conflict (ev_owner, ev_id, ev_queue) do update'
     ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)',
     v_rows)
-  using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
+  using p_sub, p_due, v_token, coalesce(p_worker, p_lease.pos_worker), p_deliveries;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
     -- The primary key finds outcomes that this snapshot does not see.  These messages
     -- have none, so the rows noted for this check are undone.
     begin
       perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token));
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
@@ -7867,14 +7872,16 @@ declare
   v_pos    pgque.position := pgque._next_from(pgque._position(p_main.sub_id));
   v_token  bigint := pgque._new_batch_id(v_pos);
   v_lease  pgque.position;
+  v_fresh  bigint := 0;
 begin
   v_lease := pgque._lease(p_main.sub_id, p_batch);
   if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    perform pgque._shelve(p_main, v_lease, 'infinity');
+    v_fresh := pgque._shelve(p_main, v_lease, 'infinity', v_token, p_worker, p_deliveries);
   end if;
   update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
   where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
   get diagnostics v_pos.pos_shelf = row_count;
+  v_pos.pos_shelf := v_pos.pos_shelf + v_fresh;
   perform pgque._note(p_batch, p_main.sub_id, array[0]);
   v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
   perform pgque._delivered(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);
@@ -12883,6 +12890,7 @@ declare
   v_sub  pgque.subscriber;
   v_pos  pgque.position;
   v_due  record;
+  v_now  timestamptz := pgque.clock();   -- no index is searched for the result of a volatile function
 begin
   if not p_blind and p_last.tick_id is null then
     p_last := pgque._last_tick(p_queue);
@@ -12912,7 +12920,7 @@ begin
         select coalesce(sum(w.n) filter (where w.behind), 0) as n, min(w.since) as since into v_due
         from (
           select count(*) as n, min(r.ev_retry_after) as since, r.ev_id <= v_pos.pos_event_seq as behind
-          from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock()
+          from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= v_now
           group by 3
           union all
           select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
@@ -12923,7 +12931,7 @@ begin
           from (
             select count(*) as n, r.ev_batch, r.ev_id <= v_pos.pos_event_seq as behind
             from pgque.retry_queue r
-            where v_sub.sub_role <> 'pool' and r.ev_owner = v_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+            where v_sub.sub_role <> 'pool' and r.ev_owner = v_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > v_now
             group by 2, 3
           ) r
           cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
@@ -13001,13 +13009,18 @@ comment on function pgque.get_consumer_info(text, text, pgque.caller) is
   'pending_events are NULL if another session has a table of the queue locked. A worker is named consumer.worker. Errors: PQ001 no such queue; PQ011 '
   'not subscribed.';
 
+-- Ids are read range by range, as in _messages_ahead().
 create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber;
   v_pos    pgque.position;
+  v_tick   pgque.tick;
   v_rows   text;
+  v_upto   bigint;
+  v_length bigint := greatest(100, n);
+  v_count  bigint;
   v_once   text := '';
   v_lapsed pgque.position;
 begin
@@ -13019,11 +13032,24 @@ begin
     v_sub := pgque._subscriber($1, $3, caller);
     v_pos := pgque._standing(v_sub, pgque._position(v_sub.sub_id));
   else
-    v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
+    v_tick := pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id));
+    v_pos.pos_snapshot := v_tick.tick_snapshot;
+    v_pos.pos_event_seq := v_tick.tick_event_seq;
   end if;
-  v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
-    || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), ''),
-    null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()));
+  loop
+    v_upto := greatest(v_upto, v_pos.pos_done_id, v_pos.pos_event_seq, 0) + v_length;
+    if v_upto >= pg_sequence_last_value(v_queue.queue_event_seq) is not false then
+      v_upto := null;
+    end if;
+    v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
+      || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), '')
+      || coalesce(' and e.ev_id <= ' || v_upto, ''),
+      null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()) * pgque._span_xids(v_queue, 0, v_upto));
+    exit when v_upto is null;
+    execute format('select count(distinct e.ev_id) from (%s) e', v_rows) into v_count;
+    exit when v_count >= $2;
+    v_length := 8 * v_length;
+  end loop;
   for v_lapsed in select (l.lease).* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
     -- After a move back, a row may be ahead of the position and in an expired batch.
     v_once := 'distinct on (e.ev_id, e.ev_txid, e.ev_retry)';
@@ -13199,15 +13225,7 @@ begin
       where c.co_queue in (0, p_queue.queue_id) and (p_consumer is null or c.co_name = p_consumer)
         and exists (select from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id)
     loop
-      return query execute pgque._limited_sql(
-        $q$
-        select d.ev_id, c.co_name, case when d.dl_held then 'failed' else 'dead' end,
-          d.ev_type, d.ev_data, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_time, null::timestamptz, greatest(d.dl_receives, d.ev_retry), coalesce(d.ev_retry, 0),
-          d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
-        from pgque.dead_letter d
-        cross join (select c.co_name from pgque.consumer c where c.co_id = $6) c
-        where d.dl_queue_id = $1 and d.dl_consumer_id = $6 and d.ev_id > $5 and ($4 is null or d.ev_id = $4)
-        $q$, p_where)
+      return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where)
       using p_queue.queue_id, v_now, p_limit, p_id, p_after, v_sub.sub_consumer;
     end loop;
   end if;
@@ -13225,7 +13243,7 @@ end
 $$;
 
 -- Returns those of them that are in the log and that a consumer has not received.  It
--- reads ids range by range, each twice as long as the one before, until it has enough.
+-- reads ids range by range, each eight times as long as the one before, until it has enough.
 -- (No sequential scans: if a table was analyzed when it had only the first range, the
 -- planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
@@ -13241,7 +13259,7 @@ declare
   v_upto      bigint;
   v_and       text := '';
   v_xids      int8multirange := '{(,)}';
-  v_length    bigint := 2000;
+  v_length    bigint := greatest(100, least(p_limit, 2000));
   v_count     bigint;
   v_found     bigint := 0;
 begin
@@ -13270,7 +13288,7 @@ begin
     v_found := v_found + v_count;
     exit when v_upto is null or v_found >= p_limit;
     p_after := v_upto;
-    v_length := 2 * v_length;
+    v_length := 8 * v_length;
   end loop;
 end
 $$;
@@ -13295,6 +13313,19 @@ language sql immutable as $f$
     left join pgque.consumer c on c.co_id = s.sub_consumer
     where r.ev_queue = $1 and r.ev_id > $5 and ($4 is null or r.ev_id = $4)
     $q$
+$f$;
+
+-- Returns the query for those that are dead letters, with one more condition.
+create or replace function pgque._dead_messages_sql(p_and text) returns text
+language sql immutable as $f$
+  select $q$
+    select d.ev_id, c.co_name, case when d.dl_held then 'failed' else 'dead' end,
+      d.ev_type, d.ev_data, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_time, null::timestamptz, greatest(d.dl_receives, d.ev_retry), coalesce(d.ev_retry, 0),
+      d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
+    from pgque.dead_letter d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    where d.dl_queue_id = $1 and d.ev_id > $5 and ($4 is null or d.ev_id = $4)
+  $q$ || p_and
 $f$;
 
 -- Returns a query for rows of pgque.event as _messages() returns them for consumer $1.
@@ -13333,7 +13364,7 @@ create or replace function pgque.list_messages(
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set enable_sort = on set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_where  text;
@@ -13348,6 +13379,8 @@ begin
   v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
     'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
     pgque._matching_sql($9, 'pg_catalog.left(m.payload, 100000), m.headers::text, m.last_error'));
+  -- The planner takes a status for rare, and would read and sort the whole retry queue.
+  perform set_config('enable_sort', 'off', true) where $2 in ('retry', 'delayed') and coalesce($4, $5, $6) is null;
   return query
     select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
       m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id, m.dl_id
@@ -13467,13 +13500,20 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
-  return query
+  -- A message that was delivered again is in the retry queue or a dead letter.
+  return query execute format(
+    $q$
     select m.msg_id, m.consumer_name, m.receive_count, m.last_error, m.status, m.dl_id
-    from pgque._messages(v_queue, null, 100000) m
-    left join pgque.dead_letter d on d.dl_id = m.dl_id
-    where m.receive_count > m.retry_count + 1 or d.dl_reason = 'receive attempts used up'
+    from (
+      (%s)
+      union all
+      (%s)
+    ) m
     order by m.receive_count desc, m.msg_id
-    limit case when $2 < 0 then 0 else $2 end;
+    limit $7
+    $q$, pgque._limited_sql(pgque._waiting_messages_sql(), 'm.receive_count > m.retry_count + 1'),
+    pgque._limited_sql(pgque._dead_messages_sql($d$ and (greatest(d.dl_receives, d.ev_retry) > coalesce(d.ev_retry, 0) + 1 or d.dl_reason = 'receive attempts used up')$d$), 'true'))
+  using v_queue.queue_id, pgque.clock(), 100000, null::bigint, 0::bigint, null::int, case when $2 < 0 then 0 else $2 end;
 end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
@@ -13535,7 +13575,7 @@ language sql as $$
     join pg_catalog.pg_class c on c.oid = i.inhrelid
     where i.inhparent in ('pgque.event'::regclass, 'pgque.tick'::regclass)
   ), heap as materialized (
-    select c.oid, c.reltoastrelid, coalesce(l.queue_id, 0) as queue_id
+    select c.oid, coalesce(l.queue_id, 0) as queue_id
     from pg_catalog.pg_class c
     left join leaf l on l.inhrelid = c.oid
     where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r' and (p_queues is null or l.queue_id = any (p_queues))
@@ -13545,18 +13585,11 @@ language sql as $$
     join pg_catalog.pg_locks k on k.relation = h.oid
     where k.locktype = 'relation' and k.mode = 'AccessExclusiveLock' and k.granted and k.pid is distinct from pg_catalog.pg_backend_pid()
       and k.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-  ), part as (
-    select h.oid, h.queue_id from heap h
-    union all
-    select h.reltoastrelid, h.queue_id from heap h where h.reltoastrelid <> 0
   )
   select pg_catalog.jsonb_object_agg(s.queue_id, s.bytes)
   from (
-    select p.queue_id, pg_catalog.sum(pg_catalog.pg_relation_size(p.oid) + coalesce(x.bytes, 0)) as bytes
-    from part p
-    left join lateral (
-      select pg_catalog.sum(pg_catalog.pg_relation_size(i.indexrelid)) as bytes from pg_catalog.pg_index i where i.indrelid = p.oid
-    ) x on true
+    select p.queue_id, pg_catalog.sum(pg_catalog.pg_total_relation_size(p.oid)) as bytes
+    from heap p
     where p.queue_id not in (select h.queue_id from held h)
     group by p.queue_id
   ) s
@@ -13654,6 +13687,7 @@ create or replace function pgque._queue_metrics(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_last   pgque.tick := pgque._last_tick(p_queue);
+  v_now    timestamptz := pgque.clock();
   v_back   record;
   v_shown  int[];
 begin
@@ -13692,9 +13726,10 @@ begin
       cross join lateral pgque._held((p.sub).sub_id) o
       where cardinality((p.pos).pos_open) > 0
       union all
-      select r.ev_owner, 1
-      from pgque.retry_queue r
-      where r.ev_queue = p_queue.queue_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+      select s.sub_id, 1
+      from pgque.subscriber s
+      join pgque.retry_queue r on r.ev_owner = s.sub_id
+      where s.sub_queue = p_queue.queue_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now   -- by the index of held ones
     ) h
     left join pgque.subscriber s on s.sub_id = h.sub_id and s.sub_id = any (v_shown)
     left join pgque.consumer c on c.co_id = s.sub_consumer
@@ -13939,21 +13974,26 @@ begin
 end
 $$;
 
+-- The owner's index finds those that are due (hence + 0): a queue may have many others.
 create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], out status text, out detail text, out advice text)
-language sql as $$
-  select case when d.overdue > interval '1 minute' then 'fail' when d.overdue > interval '5 seconds' then 'warn' else 'ok' end,
-    d.n || ' due' || coalesce((
-      select pg_catalog.format(', %s wait for their consumers', count(*))
-      from pgque.subscriber s
-      join pgque.retry_queue r on r.ev_owner = s.sub_id
-      where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= pgque.clock()
-      having count(*) > 0), ''),
-    case when d.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end
-  from (
-    select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
-    from pgque.retry_queue r
-    where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner = any (p_pumped)
-  ) d
+language plpgsql as $$
+declare
+  v_now   timestamptz := pgque.clock();
+  v_due   record;
+  v_wait  bigint;
+begin
+  select count(*) as n, v_now - min(r.ev_retry_after) as overdue into v_due
+  from pg_catalog.unnest(p_pumped) o (id)
+  join pgque.retry_queue r on r.ev_owner = o.id
+  where r.ev_queue + 0 = p_queue.queue_id and r.ev_retry_after < v_now;
+  select count(*) into v_wait
+  from pgque.subscriber s
+  join pgque.retry_queue r on r.ev_owner = s.sub_id
+  where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= v_now;
+  status := case when v_due.overdue > interval '1 minute' then 'fail' when v_due.overdue > interval '5 seconds' then 'warn' else 'ok' end;
+  detail := v_due.n || ' due' || case when v_wait > 0 then pg_catalog.format(', %s wait for their consumers', v_wait) else '' end;
+  advice := case when v_due.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end;
+end
 $$;
 
 -- Checks whether workers have had messages for much longer than a lease lasts: the
@@ -13974,7 +14014,7 @@ begin
     select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._held(s.sub_id) o where o.until > v_now
     union all
     select l.pos_worker, l.pos_time
-    from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after > v_now) b
+    from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now) b
     cross join lateral pgque._lease(s.sub_id, b.id) l
   ) h
   where s.sub_role = 'pool'

@@ -40,31 +40,20 @@ from support import catalog, servers
 from support.servers import TestServer
 
 SOURCE = servers.SQL_FILE.read_bytes()
-<<<<<<< HEAD
-EARLIER: list[Any] = [
-    "0.4.3",
-    *(pytest.param(version, marks=pytest.mark.slow) for version in ("0.4.4", "0.5.0", "0.5.1", "0.6.0")),
-    "0.7.0",
-    "0.7.1",
-]
-# Since 0.6.0 a version has the delivery of today: batches and positions stay as they are.
-BEFORE_ONE_PATH = EARLIER[:-3]
-=======
 
 
 def from_versions(between: pytest.MarkDecorator) -> list[Any]:
     """The oldest and the newest earlier version, and with a mark those between."""
-    middle = ("0.4.4", "0.5.0", "0.5.1", "0.6.0")
-    return ["0.4.3", *(pytest.param(version, marks=between) for version in middle), "0.7.0"]
+    middle = ("0.4.4", "0.5.0", "0.5.1", "0.6.0", "0.7.0")
+    return ["0.4.3", *(pytest.param(version, marks=between) for version in middle), "0.7.1"]
 
 
 # What an upgrade makes of schema and data is tried from every version at each landing. Everything else about upgrades
 # is tried from the oldest and the newest one, and from those between in make test-long.
 EVERY_EARLIER = from_versions(pytest.mark.slow)
 EARLIER = from_versions(pytest.mark.long)
-# since 0.6.0 a version has the delivery of today: batches and positions stay as they are
-BEFORE_ONE_PATH = EARLIER[:-2]
->>>>>>> suite
+# Since 0.6.0 a version has the delivery of today: batches and positions stay as they are.
+BEFORE_ONE_PATH = EARLIER[:-3]
 
 
 def install(dsn: str) -> list[str]:
