@@ -285,7 +285,8 @@ $$;
 -- that a session wrote or left out are kept in a setting, one line each and the newest
 -- first: the part, the transaction's id, whether it writes.  If a session has rows of
 -- one part in two transactions, it commits after every statement, and the part could be
--- incomplete: so it is refused.
+-- incomplete: so it is refused.  A transaction that ended with ROLLBACK PREPARED does not
+-- count: the setting is not rolled back with it.
 create or replace function pgque._claim_part(p_sink text, p_epoch bigint, p_part int, p_parts int) returns boolean
 language plpgsql as $$
 declare
@@ -294,6 +295,7 @@ declare
   v_touched  text := coalesce(pg_catalog.current_setting('pgque.sink_parts', true), '');
   v_claim    pgque.sink_epoch;
   v_writes   boolean;
+  v_xid      text;
 begin
   if pg_catalog.starts_with(v_touched, v_line || '+') then
     return true;
@@ -307,8 +309,10 @@ begin
   v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
   -- A row that came out of a dump may name the same transaction, but another session.
   v_writes := (v_claim.txid = pg_catalog.pg_current_xact_id() and v_claim.session = pgque._session()) is true;
+  v_xid := pg_catalog.substring(pg_catalog.split_part(v_touched, v_part, 2), '^([0-9]{1,19})[+-]');
   if not v_writes and v_claim.session = pgque._session()
     or pg_catalog.strpos(v_touched, v_part) > 0 and pg_catalog.strpos(v_touched, v_line) = 0
+      and pg_catalog.pg_xact_status(v_xid::xid8) is distinct from 'aborted'
   then
     perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('part %s comes in more than one transaction', p_part),
       'Write each part in one transaction: with JDBC, any isolationLevel but NONE.');

@@ -65,7 +65,8 @@ $$;
 
 -- Tries to lock many batches at once, and returns those that it locked: all of them
 -- with one lock, or, if another session works with one of them, at most p_most of them
--- one by one.  The caller holds the consumer's lock.
+-- one by one; null: as many as half of the server's room for locks.  The caller holds
+-- the consumer's lock.
 create or replace function pgque._hold_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
 language plpgsql as $$
 begin
@@ -77,7 +78,7 @@ begin
   return array(
     select b.id
     from pg_catalog.unnest(p_batches) with ordinality b (id, n)
-    where b.n <= p_most and pg_catalog.pg_try_advisory_xact_lock(b.id)
+    where b.n <= coalesce(p_most, (select pgque._lock_room() / 2)) and pg_catalog.pg_try_advisory_xact_lock(b.id)
     order by b.n);
 end
 $$;

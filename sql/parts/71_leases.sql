@@ -184,7 +184,7 @@ begin
       case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
-  if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open)) < pg_catalog.cardinality(v_open) then
+  if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then
     perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being finished', p_consumer, p_queue), 'Try again.');
   end if;
   perform pgque._hand_back(v_sub, o.token), pgque._note(o.token, v_sub.sub_id, array[0]) from pg_catalog.unnest(v_open) o (token);

@@ -827,7 +827,7 @@ begin
   end if;
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
     v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
-    if cardinality(pgque._hold_batches(v_sub, v_open)) < cardinality(v_open) then
+    if cardinality(pgque._hold_batches(v_sub, v_open, null)) < cardinality(v_open) then
       -- Waiting for the worker would be a deadlock if it asks for more messages.
       perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
         'Retry the transaction.');

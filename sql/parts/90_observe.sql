@@ -270,6 +270,8 @@ begin
       pending_events := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_pos.pos_event_seq;
       if v_sub.sub_main is null then
         lag := pgque.clock() - pgque._pending_since(v_sub, v_pos, p_last);
+        -- What was rolled back has drawn ids, too.
+        pending_events := case when lag is null then 0 else pending_events end;
       else
         lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_of(v_pos))).tick_time end;
       end if;

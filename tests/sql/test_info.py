@@ -116,6 +116,15 @@ def test_a_burst_after_the_creation_of_a_queue_is_no_rate(own: Connection) -> No
     assert 9 < value(own, "select ev_per_sec from pgque.get_queue_info('q')") <= 10
 
 
+def test_messages_that_were_rolled_back_are_not_pending(conn: Connection, subscribed: str) -> None:
+    pending = "select i.pending_events from pgque.get_consumer_info(%s, 'c') i"
+    many = "insert into pgque.sink_bulk (queue, payload, headers) select %s, 'x', case g when 9 then '[]' end from generate_series(1, 9) g"
+    refused("PQ005", value, conn, many, subscribed)
+    assert value(conn, pending, subscribed) == 0
+    send(conn, subscribed)
+    assert value(conn, pending, subscribed) > 0
+
+
 def test_consumer_info_tells_lag_and_pending_events(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 import psycopg
 import pytest
@@ -20,6 +22,7 @@ from sql.helpers import (
     send,
     subscribe,
     tick,
+    tries,
     value,
 )
 
@@ -483,3 +486,28 @@ def test_what_a_drop_with_an_old_snapshot_leaves_behind_is_deleted_by_maintenanc
     value(own, "select pgque.maint()")
     assert leftovers(own) == NOTHING
     assert value(own, "select count(*) from pgque.subscriber") == 1
+
+
+@pytest.mark.slow  # a race of two statements, which no lock can hold apart: two seconds have several of them
+def test_a_queue_that_is_renamed_is_never_without_its_consumer(
+    conn: Connection, queue: str, background: Callable[..., Any], connect: Callable[..., Connection]
+) -> None:
+    subscribe(conn, queue)
+    other = f"{queue} renamed"
+    errors: set[str | None] = set()
+
+    def receives(c: Connection) -> None:
+        while not renamed.done:
+            errors.add(tries(c, other, ["select * from pgque.receive({q}, 'c')"]).popitem()[1])
+
+    def renames(c: Connection) -> None:
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            value(c, "select pgque.rename_queue(%s, %s)", queue, other)
+            value(c, "select pgque.rename_queue(%s, %s)", other, queue)
+
+    renamed = background(renames)
+    for reader in [background(receives), background(receives)]:
+        reader.result()
+    renamed.result()
+    assert errors == {None, "PQ001"}

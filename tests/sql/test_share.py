@@ -90,6 +90,20 @@ def test_a_batch_that_is_being_settled_keeps_workers_their_consumer(
     assert receive(conn, queue_c) == []
 
 
+def test_batches_are_taken_from_workers_however_many_while_another_consumer_finishes_one(
+    conn: Connection, queue_c: str, connect: Callable[..., Connection]
+) -> None:
+    subscribe(conn, queue_c, "d")
+    sent = offer(conn, queue_c, 210)
+    other = connect(autocommit=False)
+    assert ack(other, take(conn, queue_c, consumer="d")[0].batch_id) == 1
+    with conn.transaction():
+        for n in sent:
+            take(conn, queue_c, f"w{n}", 1)
+    assert value(conn, UNSHARE, queue_c, "c") == 1
+    assert ids(receive(conn, queue_c, count=1_000)) == sent
+
+
 def test_subconsumers_and_keyed_order_keep_their_consumer(conn: Connection, queue: str) -> None:
     receive_coop(conn, queue, "a", consumer="group")
     for call in (SHARE, UNSHARE):

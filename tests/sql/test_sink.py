@@ -1044,6 +1044,19 @@ def test_a_prepared_transaction_keeps_its_parts(
     assert sent_texts(conn, subscribed) == ["first"]
 
 
+def test_a_session_writes_a_part_again_whose_prepared_transaction_was_rolled_back(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    need_prepared_transactions(conn)
+    task = transaction()
+    insert(task, "sink", part_of(subscribed, "gone"))
+    task.execute(f"prepare transaction '{subscribed}'".encode())
+    task.execute(f"rollback prepared '{subscribed}'".encode())
+    assert insert(task, "sink", part_of(subscribed, "written")) == 1
+    refused("PQ016", insert, task, "sink", part_of(subscribed, "more"))
+    assert sent_texts(conn, subscribed) == ["written"]
+
+
 def test_what_names_no_part_of_an_epoch_is_refused(conn: Connection, subscribed: str) -> None:
     good = part_of(subscribed, "x")
     for wrong in (
