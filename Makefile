@@ -10,7 +10,7 @@ SUPPORT := tests/support
 JOBS    ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$((2 * n)) || echo 8)
 PARALLEL = TMPDIR=$$($(SUPPORT)/tmpdir.sh) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=25 --durations-min=15
 # What make verify runs. With REST=1 test-all leaves it out, so that CI runs no slow test twice.
-PROOF   := tests/faults tests/sql/test_model.py
+PROOF   := tests/faults tests/sql/test_model.py tests/sql/test_log_cost.py
 REST    ?=
 LEFT    := $(if $(REST),$(PROOF:%=--ignore=%))
 # What of tests/bench is measured then: small in make verify, in full in make verify-long.

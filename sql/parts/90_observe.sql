@@ -540,7 +540,7 @@ create or replace function pgque._messages(
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now     timestamptz := pgque.clock();
   v_sub     pgque.subscriber;
@@ -584,7 +584,8 @@ begin
       select c.co_id
       from pgque.consumer c
       where c.co_queue in (0, p_queue.queue_id) and (p_consumer is null or c.co_name = p_consumer)
-        and exists (select from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id)
+        -- One lookup each; an EXISTS may become a join with all dead letters.
+        and (select true from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id limit 1)
     loop
       return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where)
       using p_queue.queue_id, v_now, p_limit, p_id, p_after, v_sub.sub_consumer;
@@ -597,7 +598,7 @@ begin
         a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
-      where a.ev_id > $5 and ($4 is null or a.ev_id = $4) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
+      where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
     using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
 end
@@ -672,7 +673,7 @@ language sql immutable as $f$
     from pgque.retry_queue r
     left join pgque.subscriber s on s.sub_id = r.ev_owner
     left join pgque.consumer c on c.co_id = s.sub_consumer
-    where r.ev_queue = $1 and r.ev_id > $5 and ($4 is null or r.ev_id = $4)
+    where r.ev_queue = $1 and r.ev_id > $5 and r.ev_id <= coalesce($4, 9223372036854775807)
     $q$
 $f$;
 
@@ -685,7 +686,7 @@ language sql immutable as $f$
       d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
     from pgque.dead_letter d
     join pgque.consumer c on c.co_id = d.dl_consumer_id
-    where d.dl_queue_id = $1 and d.ev_id > $5 and ($4 is null or d.ev_id = $4)
+    where d.dl_queue_id = $1 and d.ev_id > $5 and d.ev_id <= coalesce($4, 9223372036854775807)
   $q$ || p_and
 $f$;
 
@@ -934,12 +935,21 @@ language sql as $$
     select i.inhrelid, pg_catalog.split_part(c.relname, '_', 2)::int as queue_id
     from pg_catalog.pg_inherits i
     join pg_catalog.pg_class c on c.oid = i.inhrelid
-    where i.inhparent in ('pgque.event'::regclass, 'pgque.tick'::regclass)
+    where i.inhparent in ('pgque.event'::regclass, 'pgque.tick'::regclass) and p_queues is null
+    union all
+    select pg_catalog.to_regclass(l.leaf), q.id
+    from pg_catalog.unnest(p_queues) q (id)
+    cross join lateral pgque._leaves(q.id) l
   ), heap as materialized (
     select c.oid, coalesce(l.queue_id, 0) as queue_id
     from pg_catalog.pg_class c
     left join leaf l on l.inhrelid = c.oid
-    where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r' and (p_queues is null or l.queue_id = any (p_queues))
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r'
+      -- By their ids, since the catalog of a server with many queues is large.
+      and c.oid = any (array(
+        select l.inhrelid from leaf l
+        union all
+        select k.oid from pg_catalog.pg_class k where p_queues is null and k.relnamespace = 'pgque'::regnamespace))
   ), held as (
     select h.queue_id
     from heap h
