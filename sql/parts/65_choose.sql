@@ -64,7 +64,7 @@ begin
       from looked l
       where l.what = 'good' and l.lane is not null
       group by 1
-      having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+      having l.lane in (select pg_catalog.unnest((select v_out))) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
     ),
     judged as (
       select l.ev_id, l.lane,
