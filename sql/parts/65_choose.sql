@@ -64,7 +64,7 @@ begin
       from looked l
       where l.what = 'good' and l.lane is not null
       group by 1
-      having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+      having l.lane in (select pg_catalog.unnest((select v_out))) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
     ),
     judged as (
       select l.ev_id, l.lane,
@@ -246,7 +246,8 @@ begin
     if v_look > 1 then
       v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end);
       if p_max > 1 then
-        v_rows := array(select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts));
+        v_rows := array(
+          select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts) or r.ev_expires <= v_now);
       end if;
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);

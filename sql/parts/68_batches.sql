@@ -49,7 +49,7 @@ begin
       v_count := v_pos.pos_done_count;
       v_queue := pgque._with_options(v_queue.queue_id);
       if v_queue.queue_keyed or v_queue.queue_expiring then
-        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, null);
+        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, null::bigint);
       end if;
     end if;
     perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, batch_id, $3, v_turn.until, true);

@@ -29,6 +29,13 @@ language sql as $$
   where q.queue_id = p_sub.sub_queue and c.co_id = p_sub.sub_consumer
 $$;
 
+-- For a receive() and a next_batch() that were waiting for the consumer.
+create or replace function pgque._sift(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_whole boolean default false,
+  out pos pgque.position, out ids bigint[], out rows text
+)
+language sql as $$ select * from pgque._sift(p_queue, p_sub, p_pos, p_token, p_max, case when not p_whole then 0::bigint end) $$;
+
 -- For calls that had begun to build a query when the upgrade overtook them.
 create or replace function pgque._overtaken() returns text
 language plpgsql as $$

@@ -98,7 +98,7 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
                 "or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)",
                 "",
             ),
-            ("and (o.ev_id < r.ev_id or o.ev_batch is not null", "and (o.ev_batch is not null"),
+            ("h.ev_lane = l.lane order by", "h.ev_lane = l.lane and h.ev_retry_after <= p_now order by"),
         ],
     ),
     "a dead letter stays when it is requeued": (

@@ -31,8 +31,8 @@ MUTANTS: dict[str, tuple[type[RuleBasedStateMachine], list[tuple[str, str]]]] = 
         Consumers,
         [
             (
-                "          if v_count = v_room then\n            v_pos.pos_last_id := v_last;",
-                "          if v_count = v_room then\n            v_pos.pos_last_id := v_row.msg_id;",
+                "          if v_count = v_room or v_bytes > $7 and v_count > 0 then\n            v_pos.pos_last_id := v_last;",
+                "          if v_count = v_room or v_bytes > $7 and v_count > 0 then\n            v_pos.pos_last_id := v_row.msg_id;",
             )
         ],
     ),

@@ -449,7 +449,7 @@ class Workers(RuleBasedStateMachine):
             spent = head.receives >= self.attempts or self._expired(head.message)
             look = self._due(busy, head.receives if lapsed else -1, max(most, 1000) if spent else size)
             if most > 1:
-                look = [w for w in look if not self._is_suspect(w)]
+                look = [w for w in look if not self._is_suspect(w) or self._expired(w.message)]
             good = self._weed(look)
             busy += [w for w in look if w not in good]
             if good:

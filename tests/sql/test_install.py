@@ -231,7 +231,9 @@ def test_an_upgrade_keeps_every_function_that_a_running_call_of_the_previous_ver
         " and (p.proargtypes::oid[])[0:cardinality(b.arguments) - 1] = b.arguments"
         " and p.pronargs - cardinality(b.arguments) <= p.pronargdefaults)",
     )
-    assert missing == []
+    # Its result became a record in 0.8.0. Only next_batch() calls it, and has found it before it can wait.
+    changed = "pgque.next_batch_custom(text,text,text,interval,integer,interval,interval,pgque.caller)"
+    assert [signature for signature in missing if signature != changed] == []
 
 
 def test_an_upgrade_keeps_what_was_granted_on_the_views(

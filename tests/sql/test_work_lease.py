@@ -23,6 +23,7 @@ from sql.helpers import (
     nack_ids,
     offer,
     outcome,
+    post,
     refused,
     release,
     rotate,
@@ -246,6 +247,15 @@ def test_a_worker_finishes_what_it_holds_before_it_gets_what_may_be_poison(
     else:
         assert ack(pool, holding.batch_id) == 1
     assert ids(take(pool, "q", "w1")) == [lost]
+
+
+def test_an_expired_message_before_its_last_attempt_keeps_nothing_back(pool: Connection) -> None:
+    configure(pool, "q", max_receive_attempts=2)
+    old = post(pool, "q", ttl="1 minute")
+    (good,) = offer(pool, "q", 1)
+    assert ids(take(pool, "q", "w1")) == [old, good]
+    move_clock(pool, "2 minutes")
+    assert ids(take(pool, "q", "w2")) == [good]
 
 
 def test_messages_that_were_only_rejected_are_delivered_together_at_their_last_attempt(
