@@ -1182,6 +1182,34 @@ def test_a_batch_that_another_worker_took_over_is_logged(
     assert client.ack(taken[0].batch_id) == 1
 
 
+@pytest.mark.parametrize("transactional", [False, True])
+def test_a_batch_is_not_taken_over_while_one_handler_runs_longer_than_the_dead_interval(
+    dsn: str, client: pgque.PgqueClient, queue: str, tick: Tick, wait_until: Wait, transactional: bool
+) -> None:
+    for name in ("slow", "quick"):
+        client.subscribe_subconsumer(queue, "group", name)
+    consumer = pgque.Consumer(
+        dsn, queue=queue, name="group", subconsumer="slow", dead_interval=1, transactional=transactional
+    )
+    seen: list[pgque.Message] = []
+    taken: list[pgque.Message] = []
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: object = None) -> None:
+        seen.append(message)
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            taken.extend(client.receive_coop(queue, "group", "quick", dead_interval=1))
+            time.sleep(0.1)
+
+    client.send(queue, "x")
+    tick(queue)
+    with running(consumer):
+        wait_until(lambda: bool(seen))
+        wait_until(lambda: all(info.current_batch is None for info in client.get_consumer_info(queue)))
+    assert (len(seen), taken) == (1, [])
+
+
 def test_a_consumer_that_reads_on_its_own_has_no_place_for_a_subconsumer(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:

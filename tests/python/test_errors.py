@@ -43,7 +43,7 @@ def test_each_sqlstate_has_its_class(conn: Connection, state: str) -> None:
 def test_every_code_of_the_sql_file_is_known() -> None:
     used = set(re.findall(r"errcode = '(PQ\d\d\d)'", servers.SQL_FILE.read_text()))
     assert used <= set(BY_SQLSTATE)
-    assert sorted(BY_SQLSTATE) == ["42501", *(f"PQ{n:03}" for n in range(1, 17))]
+    assert sorted(BY_SQLSTATE) == ["22021", "22P05", "42501", *(f"PQ{n:03}" for n in range(1, 17))]
 
 
 def test_an_unknown_queue_is_named_and_chained(client: pgque.PgqueClient) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 import pgque
 from pgque.install import install
+from support import threads
 from support.servers import TestServer
 
 Tick = Callable[[str], int | None]
@@ -353,7 +354,62 @@ def test_a_worker_whose_messages_wait_without_ticks_says_so(
     assert sum(line.startswith(said) for line in caplog.messages) == 1
 
 
-def test_half_a_surrogate_pair_is_a_bad_argument(client: pgque.PgqueClient, queue: str) -> None:
-    for payload in ("\ud800", {"a": "\ud800"}):
-        with pytest.raises(pgque.PgqueBadArgument, match="encoding"):
-            client.send(queue, payload)
+_KINDS = [pgque.Worker, pgque.Consumer, pgque.AsyncWorker, pgque.AsyncConsumer]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_second_handler_of_a_type_is_refused(kind: Any) -> None:
+    made = kind(queue="q", consumer="c")
+    first, second = (lambda message: None), (lambda message: None)
+    made.handler("a")(first)
+    made.handler("a")(first)  # the same one is none
+    made.handler("*")(second)
+    with pytest.raises(pgque.PgqueBadArgument, match="type 'a' have a handler already"):
+        made.handler("a")(second)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_handler_of_other_arguments_is_refused(kind: Any) -> None:
+    made = kind(queue="q", consumer="c")
+    with pytest.raises(TypeError, match="is called with the message: "):
+        made.handler("a")(lambda message, conn: None)
+    made.handler("a")(lambda *args: None)
+    made.handler("b")(lambda message, conn=None: None)
+    made.handler("c")([].append)
+    if kind in (pgque.Consumer, pgque.AsyncConsumer):
+        transactional = kind(queue="q", consumer="c", transactional=True)
+        with pytest.raises(TypeError, match="is called with the message and the connection"):
+            transactional.handler("a")(lambda message: None)
+        transactional.handler("a")(lambda message, conn: None)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_one_object_runs_once_at_a_time_and_not_after_it_was_stopped(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, kind: Any
+) -> None:
+    made = kind(dsn, queue=pool, consumer="c")
+    seen: list[pgque.Message] = []
+    is_async = kind in (pgque.AsyncWorker, pgque.AsyncConsumer)
+
+    async def handle(message: pgque.Message) -> None:
+        seen.append(message)
+
+    made.handler("*")(handle if is_async else seen.append)
+    run = (lambda: asyncio.run(made.run())) if is_async else made.run
+    client.send(pool, "x")
+    tick(pool)
+    with threads.running(run, made.stop, 20):
+        wait_until(lambda: bool(seen))
+        with pytest.raises(pgque.PgqueError, match="runs already"):
+            run()
+        client.send(pool, "y")
+        tick(pool)
+        wait_until(lambda: len(seen) == 2)  # the first run goes on
+    with pytest.raises(pgque.PgqueError, match="was stopped"):
+        run()
+    never_ran = kind(dsn, queue=pool, consumer="c", unknown_handler_policy="ack")
+    never_ran.stop()  # by another thread, which was quicker
+    if is_async:
+        asyncio.run(never_ran.run())
+    else:
+        never_ran.run()

@@ -1008,6 +1008,7 @@ def test_annotations_are_found_on_every_kind_of_callable(dsn: str) -> None:
 
     def short(text: Annotated[str, Len(0, 3)]) -> None: ...
 
+    worker = pgque.Worker(dsn, queue="q", consumer="c")
     worker.handler("t")(short)
     found = worker._handlers.find(message)
     assert found is not None

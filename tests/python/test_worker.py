@@ -537,6 +537,56 @@ def test_a_handler_that_blocks_the_event_loop_keeps_its_lease_and_is_named(
     assert seen == [1]
 
 
+@pytest.mark.parametrize("twin", ["sync", "async"])
+def test_a_handler_beyond_its_time_is_rejected_and_its_place_is_free(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    caplog: pytest.LogCaptureFixture,
+    twin: str,
+) -> None:
+    client.set_queue_config(pool, "max_retries", 0)
+    release = threading.Event()
+    seen: list[str | None] = []
+
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.payload)
+        if message.payload == "hangs":
+            release.wait(30)
+
+    worker, run = _worker_of(twin, dsn, pool, handle, handler_timeout=0.2, concurrency=2)
+    _send(client, pool, tick, "hangs", "hangs", "quick")
+    with threads.running(run, worker.stop, 20):
+        wait_until(lambda: "quick" in seen and len(client.dlq_inspect(pool)) == 2)
+        wait_until(lambda: _held(client, pool) == 0)
+        release.set()
+        _send(client, pool, tick, *(str(n) for n in range(20)))
+        wait_until(lambda: len(seen) == 23 and _held(client, pool) == 0)
+    reasons = {letter.dl_reason for letter in client.dlq_inspect(pool)}
+    assert reasons == {"the handler ran longer than 0.2 s (handler_timeout)"}
+    assert [record.levelname for record in caplog.records if record.name == "pgque.worker"] == ["ERROR"] * 2
+
+
+def test_a_handler_that_runs_for_many_leases_is_logged_once(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = threading.Event()
+    worker, run = _worker_of("sync", dsn, pool, lambda message: release.wait(30), visibility_timeout=0.3)
+    [sent] = _send(client, pool, tick, "x")
+    with threads.running(run, worker.stop, 20):
+        wait_until(lambda: "set handler_timeout" in caplog.text)
+        release.set()
+        wait_until(lambda: _held(client, pool) == 0)
+    assert sum(f"the handler of message {sent}" in line for line in caplog.messages) == 1
+
+
 def test_a_lost_lease_is_logged_and_what_was_not_started_is_left_to_the_others(
     dsn: str,
     client: pgque.PgqueClient,

@@ -187,7 +187,7 @@ def test_a_consumer_counts_and_times_its_handlers(
                 return pgque.Retry(after=3600)
             case "dead":
                 return pgque.Dead("on purpose")
-            case "release" if not message.retry_count:
+            case "release" if message.receive_count == 1:
                 raise pgque.Release
         return None
 

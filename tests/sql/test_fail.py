@@ -161,6 +161,24 @@ def test_batch_retry_fails_what_has_no_outcome_yet(conn: Connection, subscribed:
     refused("PQ012", rows, conn, "select pgque.batch_retry(%s, 0)", batch[0].batch_id)
 
 
+def test_released_messages_come_again_after_the_ack_without_a_retry_more(
+    conn: Connection, subscribed: str
+) -> None:
+    configure(conn, subscribed, max_retries=0)
+    batch = one_batch(conn, subscribed, 4)
+    for count in (2, 3):
+        left = [m.msg_id for m in batch[-2:]]
+        assert value(conn, "select pgque.release(%s, %s)", batch[0].batch_id, left) == 2
+        assert value(conn, "select pgque.release(%s, %s)", batch[0].batch_id, left) == 0
+        assert ack(conn, batch[0].batch_id) == 1
+        assert value(conn, "select pgque.release(%s)", batch[0].batch_id) == 0
+        batch = receive(conn, subscribed)
+        assert [(m.msg_id, m.retry_count, m.receive_count) for m in batch] == [(i, 0, count) for i in left]
+    refused("PQ005", value, conn, "select pgque.set_visibility(%s, '0')", batch[0].batch_id)
+    assert ack(conn, batch[0].batch_id) == 1
+    assert receive(conn, subscribed) == []
+
+
 def test_many_due_retries_come_back_together(conn: Connection, subscribed: str) -> None:
     batch = one_batch(conn, subscribed, 100)
     nack_ids(conn, batch[0].batch_id, [m.msg_id for m in batch])

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .errors import PgqueBadArgument, PgqueError
 
@@ -32,15 +32,31 @@ class ThreadPool(Generic[T]):
         self._work = work
         self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self.is_closing = False
-        # Daemons: a handler that outlives the end must not keep the process up.
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(size)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: set[threading.Thread] = set()
+        for _ in range(size):
+            self._start()
+
+    def _start(self) -> None:
+        # A daemon: a handler that outlives the end must not keep the process up.
+        thread = threading.Thread(target=self._run, daemon=True)
+        self._threads.add(thread)
+        thread.start()
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
             with suppress(BaseException):  # recorded by `work`; the thread goes on
                 self._work(item)
+            if threading.current_thread() not in self._threads:
+                return
+
+    def place(self) -> threading.Thread:
+        """Return where the current item is worked on, for `abandon`."""
+        return threading.current_thread()
+
+    def abandon(self, place: threading.Thread) -> None:
+        """Have another thread work in place of one, which ends when its item is finished."""
+        self._threads.discard(place)
+        self._start()
 
     def put(self, items: Sequence[T]) -> None:
         """Have items worked on, each as soon as a thread is free."""
@@ -106,6 +122,15 @@ class TaskPool(Generic[T]):
             self._start(place)
         else:
             self._free.append(place)
+
+    def place(self) -> asyncio.Task[Any] | None:
+        """Return where the current item is worked on, for `abandon`."""
+        return asyncio.current_task()
+
+    def abandon(self, place: asyncio.Task[Any] | None) -> None:
+        """Cancel a task; another one follows in its place."""
+        if place is not None:
+            place.cancel()
 
     def queued(self) -> int:
         """Count the items that no task has started."""

@@ -75,7 +75,7 @@ class Handlers(Generic[F]):
             self._check(handler, self._owner)
             _check_arguments(handler, self._arguments)
             before: object = self._by_type.get(type, handler)
-            if before is not handler:
+            if before != handler:
                 raise PgqueBadArgument(
                     f"messages of type {type!r} have a handler already: {_name(before)}",
                     hint="Register one function for a type, and call others from it.",

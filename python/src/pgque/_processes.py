@@ -57,6 +57,7 @@ class ConfiguredWorker(Protocol):
     unknown_handler_policy: Literal["nack", "ack"]
     worker: str
     shutdown_timeout: float
+    handler_timeout: Seconds | None
     encoder: Encoder | None
     decoder: Decoder | None
     bad_payload: BadPayload
@@ -94,6 +95,7 @@ class _Settings(TypedDict):
     unknown_handler_policy: str
     worker: str
     shutdown_timeout: float
+    handler_timeout: Seconds | None
     encoder: Encoder | None
     decoder: Decoder | None
     bad_payload: BadPayload
@@ -116,6 +118,7 @@ def settings_of(worker: ConfiguredWorker) -> _Settings:
         unknown_handler_policy=worker.unknown_handler_policy,
         worker=worker.worker,
         shutdown_timeout=worker.shutdown_timeout,
+        handler_timeout=worker.handler_timeout,
         encoder=worker.encoder,
         decoder=worker.decoder,
         bad_payload=worker.bad_payload,

@@ -77,8 +77,22 @@ _QUICK_BATCH, _SLOW_BATCH = 0.2, 1.0
 # leases could not be opened, or is waiting for something else.
 _OVERDUE = 0.75
 
+# Leases after which a handler without a time limit is logged.
+_LONG = 10
+
 # More outcomes than a worker has messages: handlers need not wake it.
 _NEVER = sys.maxsize
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A message that a handler has, since when, and where it runs in the pool."""
+
+    batch: Batch[Message]
+    message: Message
+    place: Any
+    since: float = field(default_factory=time.monotonic)
+    is_logged: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -460,6 +474,9 @@ class Worker:
             once.
         worker: name of this worker; None makes up a unique one.
         shutdown_timeout: seconds that handlers have to finish after a stop.
+        handler_timeout: seconds that a handler may run; None is no limit. Then its message is rejected with
+            that as the reason, and the next one is handled in its place. A task is cancelled; a thread cannot
+            be, so it goes on until its handler returns, and the outcome does not count.
         encoder: as of a client, for messages that the worker itself sends.
         decoder: as of a client, for the messages that handlers get. With use="processes" encoder and decoder
             are functions of a module.
@@ -490,6 +507,7 @@ class Worker:
         unknown_handler_policy: Literal["nack", "ack"] = "nack",
         worker: str | None = None,
         shutdown_timeout: float = 30,
+        handler_timeout: Seconds | None = None,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
         bad_payload: BadPayload = "dead",
@@ -506,6 +524,8 @@ class Worker:
             raise ValueError("max_bytes must be at least 1")
         if _encode.total_seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
+        if handler_timeout is not None and _encode.total_seconds(handler_timeout) <= 0:
+            raise ValueError("handler_timeout must be more than 0 seconds, or None")
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
@@ -528,6 +548,7 @@ class Worker:
         self.unknown_handler_policy = unknown_handler_policy
         self.worker = worker or _batches.worker_name()
         self.shutdown_timeout = shutdown_timeout
+        self.handler_timeout = handler_timeout
         self.encoder = encoder
         self.decoder = decoder
         self.bad_payload = bad_payload
@@ -550,6 +571,8 @@ class Worker:
         self._batches: dict[int, Batch[Message]] = {}
         # Written by the threads or tasks that run handlers, read by the session only; None of a lost batch.
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
+        # The handlers that run, by batch and message. One that ran for too long is taken out by the session.
+        self._running: dict[tuple[int, int], _Running] = {}
         self._catch_signals = True
         self._until_idle = False  # whether `run` ends when nothing is left to be done
         self._is_idle = False
@@ -802,6 +825,7 @@ class Worker:
         if stopping:
             self._release_queued()
         self._wake_at = _NEVER
+        self._end_overdue()
         self._collect()
         for batch in list(self._batches.values()):
             _extend_if_due(client, batch, self.visibility_timeout, _OVERDUE)
@@ -918,6 +942,33 @@ class Worker:
         for batch, message in self._pool.cancel_queued():
             self._finished.append((batch, message.msg_id, RELEASE))
 
+    def _end_overdue(self) -> None:
+        """Reject the messages whose handlers run for too long. Without a limit, log those that run for many
+        leases, once."""
+        limit = _LONG * self._lease_seconds
+        if self.handler_timeout is not None:
+            limit = _encode.total_seconds(self.handler_timeout)
+        for key, running in list(self._running.items()):
+            message = running.message
+            seconds = time.monotonic() - running.since
+            if seconds <= limit or running.is_logged:
+                continue
+            where = f"the handler of message {message.msg_id}, type {message.type!r}, queue {message.queue},"
+            if self.handler_timeout is None:
+                running.is_logged = True
+                log.warning(
+                    "%s has run for %.0f s, while its lease is extended: to limit this, set handler_timeout",
+                    where,
+                    seconds,
+                )
+            elif self._running.pop(key, None) is not None:  # else it has just returned
+                reason = f"the handler ran longer than {limit:g} s (handler_timeout)"
+                log.error("%s ran longer than %g s: the message is rejected", where, limit)
+                outcome = MessageOutcome("nack", _encode.interval(self.retry_after), reason)
+                self._finished.append((running.batch, message.msg_id, outcome))
+                _telemetry.note_outcome(message, self.consumer, outcome.action)
+                self._pool.abandon(running.place)
+
     def _collect(self) -> None:
         """Record the outcomes of handlers in their batches, and set the size of the next ones by how long
         these took."""
@@ -963,6 +1014,8 @@ class Worker:
     def _handle(self, item: tuple[Batch[Message], Message]) -> None:
         """Run the handler of one message, in a thread or a task of the pool."""
         batch, message = item
+        key = batch.batch_id, message.msg_id
+        running: _Running | None = None
         # Of a task that the end of the worker cancels; and of a message that others may have by now, as the
         # database was away for longer than its lease.
         outcome: MessageOutcome | None = RELEASE
@@ -974,6 +1027,7 @@ class Worker:
             elif (handler := self._handlers.find(message)) is None:
                 outcome = self._unhandled(message)
             else:
+                running = self._running[key] = _Running(batch, message, self._pool.place())
                 with _telemetry.handling(message, self.consumer):
                     returned = self._middleware.call(handler, message)
                 outcome = self._outcome(returned)
@@ -982,15 +1036,16 @@ class Worker:
         except (Exception, SystemExit) as error:
             outcome = self._failed(message, error)
         except BaseException as error:
-            if not self._pool.is_closing:
+            if not self._pool.is_closing and (running is None or key in self._running):
                 outcome = self._failed(message, error)
             raise
         finally:
-            self._finished.append((batch, message.msg_id, outcome))
-            _telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
-            if len(self._finished) >= self._wake_at:
-                self._wake_at = _NEVER
-                self._stopper.wake()
+            if running is None or self._running.pop(key, None) is not None:  # else it was rejected
+                self._finished.append((batch, message.msg_id, outcome))
+                _telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
+                if len(self._finished) >= self._wake_at:
+                    self._wake_at = _NEVER
+                    self._stopper.wake()
 
     def _log_expired(self, batch: Batch[Message]) -> None:
         if not batch.expiry_logged:
