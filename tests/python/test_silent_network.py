@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ def test_programs_stop_on_a_silent_network(
     assert ended_with == dict.fromkeys(KINDS, 0)
 
 
-def test_the_ticker_leaves_a_silent_connection_and_stops_on_a_silent_network(
+def test_the_ticker_leaves_a_silent_connection_for_another(
     own_dsn: str, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ticker, "_RUN", LIMIT)
@@ -202,7 +202,20 @@ def test_the_ticker_leaves_a_silent_connection_and_stops_on_a_silent_network(
                 wait_until(lambda arrived=arrived: arrived.extend(client.receive("q", "c")) or arrived)
                 assert [message.payload for message in arrived] == [payload]
                 client.ack(arrived[0].batch_id)
-                path.silence(new_ones=payload == "2")
+                path.silence(new_ones=False)
+                # The server ticks until the call has ended that it got before.
+                wait_until(lambda: not active(client.conn, "pgque ticker"))
+
+
+def test_the_ticker_stops_on_a_silent_network(own_dsn: str, wait_until: Wait) -> None:
+    stop = threading.Event()
+    with (
+        silent_path(own_dsn) as path,
+        psycopg.connect(own_dsn, autocommit=True) as conn,
+        running(lambda: ticker.run_ticker(path.dsn, stop, command_timeout=None), stop.set, 10),
+    ):
+        wait_until(lambda: active(conn, "pgque ticker"))
+        path.silence()
 
 
 def test_the_exporter_reads_over_another_connection_after_one_was_silent(path: SilentPath) -> None:
@@ -243,12 +256,20 @@ def test_a_cancelled_call_does_not_wait_for_a_silent_network(path: SilentPath, q
     assert asyncio.run(_cancelled_call(path, queue))
 
 
-@contextmanager
-def locked(conn: Connection) -> Iterator[None]:
-    """Hold a lock that every consumer needs, as a session does that never ends its transaction."""
-    with conn.transaction():
-        conn.execute("lock table pgque.subscription in access exclusive mode")
-        yield
+def lock(conn: Connection) -> None:
+    """Take a lock that every consumer needs, as a session does that never ends its transaction."""
+    conn.execute("begin")
+    conn.execute("lock table pgque.subscription in access exclusive mode")
+
+
+def active(conn: psycopg.Connection[Any], name: str) -> bool:
+    """Whether a session of this name runs a statement."""
+    found = conn.execute(
+        "select from pg_stat_activity as a"
+        " where a.application_name = %s and a.state = 'active' and a.query like 'call %%'",
+        [name],
+    )
+    return found.fetchone() is not None
 
 
 def waiting(conn: psycopg.Connection[Any], name: str) -> list[float]:
@@ -266,7 +287,8 @@ def test_a_statement_that_is_given_up_does_not_wait_on_in_the_server(
 ) -> None:
     client.subscribe(queue, "c")
     named = make_conninfo(dsn, application_name="limited")
-    with locked(connect()), pgque.connect(named, autocommit=True, command_timeout=LIMIT) as limited:
+    lock(connect())
+    with pgque.connect(named, autocommit=True, command_timeout=LIMIT) as limited:
         with pytest.raises(pgque.PgqueConnectionError, match="not answered"):
             limited.receive(queue, "c")
         wait_until(lambda: not waiting(client.conn, "limited"))
@@ -279,14 +301,14 @@ def test_a_call_that_is_long_by_nature_has_no_limit(
     client.send(queue, "1")
     named = make_conninfo(dsn, application_name="unlimited")
     purged: list[int] = []
+    holder = connect()
+    lock(holder)
     with (
         pgque.connect(named, autocommit=True, command_timeout=LIMIT) as limited,
         running(lambda: purged.append(limited.purge(queue)), lambda: None, 20),
-        locked(connect()),
     ):
-        wait_until(
-            lambda: purged or any(seconds > 2 * LIMIT for seconds in waiting(client.conn, "unlimited"))
-        )
+        wait_until(lambda: any(seconds > 2 * LIMIT for seconds in waiting(client.conn, "unlimited")))
+        holder.execute("commit")
     assert purged == [1]
 
 
