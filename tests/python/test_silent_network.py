@@ -4,6 +4,7 @@ program gives up what waits, and ends."""
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -292,6 +293,42 @@ def test_a_statement_that_is_given_up_does_not_wait_on_in_the_server(
         with pytest.raises(pgque.PgqueConnectionError, match="not answered"):
             limited.receive(queue, "c")
         wait_until(lambda: not waiting(client.conn, "limited"))
+
+
+def test_a_command_ends_after_the_time_of_its_option(
+    dsn: str, queue: str, connect: Callable[[], Connection], client: pgque.PgqueClient
+) -> None:
+    client.subscribe(queue, "c")
+    lock(connect())
+    done = subprocess.run(
+        [sys.executable, "-m", "pgque.cli", "--command-timeout", str(LIMIT), "receive", queue, "c"],
+        env={**os.environ, "PGQUE_DSN": dsn},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "has not answered for 0.5 s" in done.stderr
+
+
+def test_statements_of_a_transactional_handler_have_no_limit(
+    dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick, wait_until: Wait
+) -> None:
+    client.subscribe(queue, "c")
+    client.send(queue, "1")
+    tick(queue)
+    consumer = pgque.Consumer(dsn, queue=queue, consumer="c", transactional=True, command_timeout=LIMIT)
+    handled: list[bool] = []
+
+    @consumer.handler("*")
+    def handle(message: pgque.Message, conn: psycopg.Connection[object]) -> None:
+        conn.execute("select pg_sleep(%s)", [2 * LIMIT])
+        handled.append(True)
+
+    with running(lambda: consumer.run(catch_signals=False), consumer.stop, 20):
+        wait_until(lambda: client.get_consumer_info(queue, "c")[0].pending_events == 0)
+    assert handled == [True]
 
 
 def test_a_call_that_is_long_by_nature_has_no_limit(
