@@ -59,6 +59,8 @@ def handle(message):
     time.sleep(note(message))
 
 async def handle_async(message):
+    if use == "blocked":
+        time.sleep(note(message))
     await asyncio.sleep(note(message))
 
 program.handler("*")(handle_async if kind.startswith("Async") else handle)
@@ -353,7 +355,8 @@ def test_a_call_that_is_long_by_nature_has_no_limit(
 
 
 @pytest.mark.parametrize(
-    ("kind", "use"), [("Worker", "threads"), ("Worker", "processes"), ("AsyncWorker", "tasks")]
+    ("kind", "use"),
+    [("Worker", "threads"), ("Worker", "processes"), ("AsyncWorker", "tasks"), ("AsyncWorker", "blocked")],
 )
 def test_a_second_signal_ends_a_worker_at_once_and_leaves_its_messages_to_their_lease(
     kind: str,
@@ -377,5 +380,8 @@ def test_a_second_signal_ends_a_worker_at_once_and_leaves_its_messages_to_their_
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
-    assert "1 handlers are left" in errors
-    assert [worker.messages for worker in client.list_workers(queue, "c")] == [1]
+    if use == "blocked":  # a handler that the signal interrupts has failed
+        assert [message.status for message in client.list_messages(queue)] == ["retry"]
+    else:
+        assert "1 handlers are left" in errors
+        assert [worker.messages for worker in client.list_workers(queue, "c")] == [1]

@@ -41,11 +41,16 @@ _LEAST_TIMEOUT = 1.0
 class NoAnswerError(psycopg.OperationalError):
     """Report that the server did not answer a call in time. The connection is closed."""
 
-    hint = (
-        "Either the network is silent, or the statement waits for a lock (see pg_stat_activity). The"
-        " connection is closed, and the call may have taken effect. If calls may take longer, set a longer"
-        " command_timeout, or None."
-    )
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+_HINT = (
+    "Either the network is silent, or the statement waits for a lock (see pg_stat_activity). The connection"
+    " is closed, and the call may have taken effect. If calls may take longer, set a longer command_timeout,"
+    " or None."
+)
 
 
 def check_command_timeout(seconds: float | None) -> None:
@@ -111,7 +116,7 @@ def _limited(conn: LimitedConnection[Row] | AsyncLimitedConnection[Row], gen: PQ
                 began = now
             elif _is_active(conn.pgconn):
                 if timeout is not None and now > began + timeout:
-                    raise NoAnswerError(f"the server has not answered for {timeout:g} s")
+                    raise NoAnswerError(f"the server has not answered for {timeout:g} s", _HINT)
                 end = deadline() - _CANCEL_TIMEOUT
                 if now > end and (end == -math.inf or now > began + _LEAST_TIMEOUT):
                     raise NoAnswerError("the server did not answer before the end of a stop")
@@ -145,8 +150,10 @@ class LimitedConnection(Connection[Row]):
         try:
             return waiting.wait(_limited(self, gen), self.pgconn.socket, interval=interval, **given)
         except NoAnswerError:
-            self._cancel_for_a_moment()
-            self.pgconn.finish()
+            try:
+                self._cancel_for_a_moment()
+            finally:
+                self.pgconn.finish()
             raise
         except (KeyboardInterrupt, SystemExit):
             if _is_active(self.pgconn):
@@ -179,8 +186,10 @@ class AsyncLimitedConnection(AsyncConnection[Row]):
                 _limited(self, gen), self.pgconn.socket, interval=interval, **given
             )
         except NoAnswerError:
-            await self._cancel_for_a_moment()
-            self.pgconn.finish()
+            try:
+                await self._cancel_for_a_moment()
+            finally:
+                self.pgconn.finish()
             raise
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             if _is_active(self.pgconn):
