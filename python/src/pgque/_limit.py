@@ -59,7 +59,8 @@ def check_command_timeout(seconds: float | None) -> None:
         raise ValueError("command_timeout must be more than 0 seconds, or None")
 
 
-# Of a block of calls over one connection: how long each may take, and when all of them have to end.
+# The limits of the block that runs, `within` and `until`, with the connection that they are for. Another
+# thread that shares the connection is not in the block.
 _own_timeout: ContextVar[tuple[object, float | None] | None] = ContextVar("own_timeout", default=None)
 _deadline: ContextVar[tuple[object, Callable[[], float]] | None] = ContextVar("deadline", default=None)
 
@@ -127,7 +128,7 @@ def _limited(conn: LimitedConnection[Row] | AsyncLimitedConnection[Row], gen: PQ
 
 
 def _for_a_moment(pgconn: PGconn, gen: PQGen[RV]) -> PQGen[RV]:
-    """Run what psycopg waits for, which was interrupted, as far as it comes."""
+    """Run what psycopg waits for once more, after an interruption, as far as it comes in a moment."""
     end = time.monotonic() + _CANCEL_TIMEOUT
     try:
         wanted = next(gen)
