@@ -4,12 +4,13 @@ program gives up what waits, and ends."""
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def handle(message):
     time.sleep(note(message))
 
 async def handle_async(message):
+    if use == "blocked":
+        time.sleep(note(message))
     await asyncio.sleep(note(message))
 
 program.handler("*")(handle_async if kind.startswith("Async") else handle)
@@ -187,7 +190,7 @@ def test_programs_stop_on_a_silent_network(
     assert ended_with == dict.fromkeys(KINDS, 0)
 
 
-def test_the_ticker_leaves_a_silent_connection_and_stops_on_a_silent_network(
+def test_the_ticker_leaves_a_silent_connection_for_another(
     own_dsn: str, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ticker, "_RUN", LIMIT)
@@ -202,7 +205,20 @@ def test_the_ticker_leaves_a_silent_connection_and_stops_on_a_silent_network(
                 wait_until(lambda arrived=arrived: arrived.extend(client.receive("q", "c")) or arrived)
                 assert [message.payload for message in arrived] == [payload]
                 client.ack(arrived[0].batch_id)
-                path.silence(new_ones=payload == "2")
+                path.silence(new_ones=False)
+                # The server ticks until the call has ended that it got before.
+                wait_until(lambda: not active(client.conn, "pgque ticker"))
+
+
+def test_the_ticker_stops_on_a_silent_network(own_dsn: str, wait_until: Wait) -> None:
+    stop = threading.Event()
+    with (
+        silent_path(own_dsn) as path,
+        psycopg.connect(own_dsn, autocommit=True) as conn,
+        running(lambda: ticker.run_ticker(path.dsn, stop, command_timeout=None), stop.set, 10),
+    ):
+        wait_until(lambda: active(conn, "pgque ticker"))
+        path.silence()
 
 
 def test_the_exporter_reads_over_another_connection_after_one_was_silent(path: SilentPath) -> None:
@@ -243,12 +259,20 @@ def test_a_cancelled_call_does_not_wait_for_a_silent_network(path: SilentPath, q
     assert asyncio.run(_cancelled_call(path, queue))
 
 
-@contextmanager
-def locked(conn: Connection) -> Iterator[None]:
-    """Hold a lock that every consumer needs, as a session does that never ends its transaction."""
-    with conn.transaction():
-        conn.execute("lock table pgque.subscription in access exclusive mode")
-        yield
+def lock(conn: Connection) -> None:
+    """Take a lock that every consumer needs, as a session does that never ends its transaction."""
+    conn.execute("begin")
+    conn.execute("lock table pgque.subscription in access exclusive mode")
+
+
+def active(conn: psycopg.Connection[Any], name: str) -> bool:
+    """Whether a session of this name runs a statement."""
+    found = conn.execute(
+        "select from pg_stat_activity as a"
+        " where a.application_name = %s and a.state = 'active' and a.query like 'call %%'",
+        [name],
+    )
+    return found.fetchone() is not None
 
 
 def waiting(conn: psycopg.Connection[Any], name: str) -> list[float]:
@@ -266,10 +290,47 @@ def test_a_statement_that_is_given_up_does_not_wait_on_in_the_server(
 ) -> None:
     client.subscribe(queue, "c")
     named = make_conninfo(dsn, application_name="limited")
-    with locked(connect()), pgque.connect(named, autocommit=True, command_timeout=LIMIT) as limited:
+    lock(connect())
+    with pgque.connect(named, autocommit=True, command_timeout=LIMIT) as limited:
         with pytest.raises(pgque.PgqueConnectionError, match="not answered"):
             limited.receive(queue, "c")
         wait_until(lambda: not waiting(client.conn, "limited"))
+
+
+def test_a_command_ends_after_the_time_of_its_option(
+    dsn: str, queue: str, connect: Callable[[], Connection], client: pgque.PgqueClient
+) -> None:
+    client.subscribe(queue, "c")
+    lock(connect())
+    done = subprocess.run(
+        [sys.executable, "-m", "pgque.cli", "--command-timeout", str(LIMIT), "receive", queue, "c"],
+        env={**os.environ, "PGQUE_DSN": dsn},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "has not answered for 0.5 s" in done.stderr
+
+
+def test_statements_of_a_transactional_handler_have_no_limit(
+    dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick, wait_until: Wait
+) -> None:
+    client.subscribe(queue, "c")
+    client.send(queue, "1")
+    tick(queue)
+    consumer = pgque.Consumer(dsn, queue=queue, consumer="c", transactional=True, command_timeout=LIMIT)
+    handled: list[bool] = []
+
+    @consumer.handler("*")
+    def handle(message: pgque.Message, conn: psycopg.Connection[object]) -> None:
+        conn.execute("select pg_sleep(%s)", [2 * LIMIT])
+        handled.append(True)
+
+    with running(lambda: consumer.run(catch_signals=False), consumer.stop, 20):
+        wait_until(lambda: client.get_consumer_info(queue, "c")[0].pending_events == 0)
+    assert handled == [True]
 
 
 def test_a_call_that_is_long_by_nature_has_no_limit(
@@ -279,14 +340,14 @@ def test_a_call_that_is_long_by_nature_has_no_limit(
     client.send(queue, "1")
     named = make_conninfo(dsn, application_name="unlimited")
     purged: list[int] = []
+    holder = connect()
+    lock(holder)
     with (
         pgque.connect(named, autocommit=True, command_timeout=LIMIT) as limited,
         running(lambda: purged.append(limited.purge(queue)), lambda: None, 20),
-        locked(connect()),
     ):
-        wait_until(
-            lambda: purged or any(seconds > 2 * LIMIT for seconds in waiting(client.conn, "unlimited"))
-        )
+        wait_until(lambda: any(seconds > 2 * LIMIT for seconds in waiting(client.conn, "unlimited")))
+        holder.execute("commit")
     assert purged == [1]
 
 
@@ -294,7 +355,8 @@ def test_a_call_that_is_long_by_nature_has_no_limit(
 
 
 @pytest.mark.parametrize(
-    ("kind", "use"), [("Worker", "threads"), ("Worker", "processes"), ("AsyncWorker", "tasks")]
+    ("kind", "use"),
+    [("Worker", "threads"), ("Worker", "processes"), ("AsyncWorker", "tasks"), ("AsyncWorker", "blocked")],
 )
 def test_a_second_signal_ends_a_worker_at_once_and_leaves_its_messages_to_their_lease(
     kind: str,
@@ -318,5 +380,8 @@ def test_a_second_signal_ends_a_worker_at_once_and_leaves_its_messages_to_their_
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
-    assert "1 handlers are left" in errors
-    assert [worker.messages for worker in client.list_workers(queue, "c")] == [1]
+    if use == "blocked":  # a handler that the signal interrupts has failed
+        assert [message.status for message in client.list_messages(queue)] == ["retry"]
+    else:
+        assert "1 handlers are left" in errors
+        assert [worker.messages for worker in client.list_workers(queue, "c")] == [1]

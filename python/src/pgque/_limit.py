@@ -41,11 +41,16 @@ _LEAST_TIMEOUT = 1.0
 class NoAnswerError(psycopg.OperationalError):
     """Report that the server did not answer a call in time. The connection is closed."""
 
-    hint = (
-        "Either the network is silent, or the statement waits for a lock (see pg_stat_activity). The"
-        " connection is closed, and the call may have taken effect. If calls may take longer, set a longer"
-        " command_timeout, or None."
-    )
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+_HINT = (
+    "Either the network is silent, or the statement waits for a lock (see pg_stat_activity). The connection"
+    " is closed, and the call may have taken effect. If calls may take longer, set a longer command_timeout,"
+    " or None."
+)
 
 
 def check_command_timeout(seconds: float | None) -> None:
@@ -54,7 +59,8 @@ def check_command_timeout(seconds: float | None) -> None:
         raise ValueError("command_timeout must be more than 0 seconds, or None")
 
 
-# Of a block of calls over one connection: how long each may take, and when all of them have to end.
+# The limits of the block that runs, `within` and `until`, with the connection that they are for. Another
+# thread that shares the connection is not in the block.
 _own_timeout: ContextVar[tuple[object, float | None] | None] = ContextVar("own_timeout", default=None)
 _deadline: ContextVar[tuple[object, Callable[[], float]] | None] = ContextVar("deadline", default=None)
 
@@ -111,7 +117,7 @@ def _limited(conn: LimitedConnection[Row] | AsyncLimitedConnection[Row], gen: PQ
                 began = now
             elif _is_active(conn.pgconn):
                 if timeout is not None and now > began + timeout:
-                    raise NoAnswerError(f"the server has not answered for {timeout:g} s")
+                    raise NoAnswerError(f"the server has not answered for {timeout:g} s", _HINT)
                 end = deadline() - _CANCEL_TIMEOUT
                 if now > end and (end == -math.inf or now > began + _LEAST_TIMEOUT):
                     raise NoAnswerError("the server did not answer before the end of a stop")
@@ -122,7 +128,7 @@ def _limited(conn: LimitedConnection[Row] | AsyncLimitedConnection[Row], gen: PQ
 
 
 def _for_a_moment(pgconn: PGconn, gen: PQGen[RV]) -> PQGen[RV]:
-    """Run what psycopg waits for, which was interrupted, as far as it comes."""
+    """Run what psycopg waits for once more, after an interruption, as far as it comes in a moment."""
     end = time.monotonic() + _CANCEL_TIMEOUT
     try:
         wanted = next(gen)
@@ -145,8 +151,10 @@ class LimitedConnection(Connection[Row]):
         try:
             return waiting.wait(_limited(self, gen), self.pgconn.socket, interval=interval, **given)
         except NoAnswerError:
-            self._cancel_for_a_moment()
-            self.pgconn.finish()
+            try:
+                self._cancel_for_a_moment()
+            finally:
+                self.pgconn.finish()
             raise
         except (KeyboardInterrupt, SystemExit):
             if _is_active(self.pgconn):
@@ -179,8 +187,10 @@ class AsyncLimitedConnection(AsyncConnection[Row]):
                 _limited(self, gen), self.pgconn.socket, interval=interval, **given
             )
         except NoAnswerError:
-            await self._cancel_for_a_moment()
-            self.pgconn.finish()
+            try:
+                await self._cancel_for_a_moment()
+            finally:
+                self.pgconn.finish()
             raise
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             if _is_active(self.pgconn):

@@ -86,12 +86,13 @@ class _Stop:
             self._stopped_at = time.monotonic()
             self._stop.set()
 
-    def _is_second_signal(self) -> bool:
-        """Take note of a signal, and return whether it asks to end at once. The terminal and a process
-        manager may both send the first one, within half a second."""
+    def _note_signal(self) -> float:
+        """Return how many seconds ago the first signal came, 0 if this is the first. One that comes more than
+        half a second later asks to end at once: the terminal and a process manager may both send the first.
+        """
         now = time.monotonic()
         self._signalled_at = self._signalled_at or now
-        return now > self._signalled_at + GRACE
+        return now - self._signalled_at
 
 
 class Stopper(_Stop):
@@ -186,14 +187,13 @@ class Stopper(_Stop):
         return call(handler, *args)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        is_first = self._signalled_at == 0
         if self._resending:
             self._resending = False
-        elif self._is_second_signal():
+        elif (since_first := self._note_signal()) > GRACE:
             self.abandon()
         elif not self.out_of_time():
             self.set()
-            if is_first:
+            if since_first == 0:
                 after = GRACE + 0.05 - self.stopped_for()
                 timer = threading.Timer(after, self._signal_again, (threading.get_ident(), signum))
                 timer.daemon = True
@@ -371,19 +371,21 @@ class AsyncStopper(_Stop):
             return True
         return self._cancelling
 
-    def stop_by_signal(self) -> None:
-        """Stop, and interrupt what is running then half a second later; for signal handlers."""
+    def stop_by_signal(self) -> bool:
+        """Stop, and interrupt what is running then half a second later; for signal handlers. Return whether
+        this is a second signal and the event loop has not run since the first, as a handler blocks it."""
+        since_first = self._note_signal()
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nothing runs
-                self._loop.call_soon_threadsafe(self._on_signal)
+                self._loop.call_soon_threadsafe(self._on_signal, since_first)
+        return since_first > GRACE and not self._stop.is_set()
 
-    def _on_signal(self) -> None:
-        is_first = self._signalled_at == 0
-        if self._is_second_signal():
+    def _on_signal(self, since_first: float) -> None:
+        if since_first > GRACE:
             self.abandon()
         elif not self.out_of_time():
             self.set()
-            if is_first:
+            if since_first == 0:
                 left = GRACE + 0.05 - self.stopped_for()
                 asyncio.get_running_loop().call_later(left, self._interrupt)
         if self.out_of_time():
@@ -418,8 +420,9 @@ class _Signals:
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def _forward(self, signum: int, frame: FrameType | None) -> None:
-        for stopper in self._stoppers:
-            stopper.stop_by_signal()
+        blocked = [stopper for stopper in self._stoppers if stopper.stop_by_signal()]
+        if blocked:
+            raise HandlerInterrupted("a second signal came while this blocks the event loop")
 
     @contextmanager
     def forwarded_to(self, stopper: AsyncStopper) -> Iterator[None]:
