@@ -79,7 +79,7 @@ def test_any_calls_of_consumers_answer_as_the_model_says_while_the_server_is_kil
     _consumers(durable, 30, "crashes", "retries")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_any_calls_of_workers_answer_as_the_model_says_in_a_longer_run(prepared: bench.Bench) -> None:
     _workers(prepared, 60, "again", "died", "rotations")
