@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -31,6 +32,13 @@ from support.servers import TestServer
 pytestmark = [pytest.mark.slow, pytest.mark.programs]
 
 KINDS = ("plain", "extension")
+
+
+def at_a_landing(some: tuple[str, ...], others: tuple[str, ...]) -> list[Any]:
+    """Parameters: some for each landing, the others for make verify-long, because each restores a whole dump."""
+    return [*some, *(pytest.param(other, marks=pytest.mark.long) for other in others)]
+
+
 PREVIOUS = "0.7.0"
 
 
@@ -84,6 +92,10 @@ def fresh(server: embedded.Server) -> Iterator[str]:
             admin.execute(f"drop database {name} with (force)".encode())
 
 
+SOME_WAYS = ("psql", "pg_restore -1", "-j4", "sections")
+WAYS = at_a_landing(SOME_WAYS, tuple(way for way in restores.WAYS if way not in SOME_WAYS))
+
+
 def load_twice(dumps: Dumps, source: str, dsn: str, *options: str) -> None:
     """Dump the schema and then, with these options, the data alone, and load each script."""
     bindir = dumps.server.bindir
@@ -103,7 +115,7 @@ def health(conn: Connection) -> list[tuple[str, str | None, str]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", restores.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_every_consumer_gets_what_it_lacked_however_the_dump_is_loaded_while_a_ticker_runs(
     dumps: Dumps, kind: str, way: str
 ) -> None:
@@ -225,7 +237,7 @@ def test_no_call_changes_anything_before_the_last_part_of_a_dump_is_loaded(
             test_restore.check(conn, dumps.alone[kind])
 
 
-@pytest.mark.parametrize("way", ["psql", "pg_restore", "-j4"])
+@pytest.mark.parametrize("way", at_a_landing(("psql", "-j4"), ("pg_restore",)))
 def test_a_dump_of_the_previous_version_is_restored_while_a_ticker_runs(dumps: Dumps, way: str) -> None:
     with fresh(dumps.server) as dsn:
         with restores.ticker(dsn):
@@ -236,7 +248,9 @@ def test_a_dump_of_the_previous_version_is_restored_while_a_ticker_runs(dumps: D
             test_restore.check(conn, dumps.alone["previous"])
 
 
-@pytest.mark.parametrize("part", ["queues", "consumers", "subscribers", "positions", "ticks", "sequences"])
+@pytest.mark.parametrize(
+    "part", at_a_landing(("subscribers", "positions"), ("queues", "consumers", "ticks", "sequences"))
+)
 def test_a_dump_of_the_previous_version_whose_last_part_is_missing_is_not_used(
     dumps: Dumps, part: str
 ) -> None:
