@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from faults import restores, test_restore, test_work_restore
+from faults import restores, test_pool_restore, test_restore
 from faults.clusters import folder_for, new_database, programs_of, run, started, with_extension
 from pgque import embedded
 from sql.helpers import (
@@ -49,7 +49,7 @@ class Dumps:
     server: embedded.Server
     folder: Path
     alone: dict[str, test_restore.Left]
-    pool: dict[str, test_work_restore.Left]
+    pool: dict[str, test_pool_restore.Left]
 
 
 def dump(server: embedded.Server, folder: Path, name: str, *options: str) -> Path:
@@ -75,7 +75,7 @@ def dumps(server: TestServer) -> Iterator[Dumps]:
         for kind in KINDS:
             new_database(main.dsn, f"pool_{kind}", kind)
             with psycopg.connect(main.dsn_for(f"pool_{kind}"), autocommit=True) as conn:
-                pool[kind] = test_work_restore.fill(conn)
+                pool[kind] = test_pool_restore.fill(conn)
             dump(main, folder, f"pool_{kind}")
         yield Dumps(main, folder, alone, pool)
 
@@ -140,7 +140,7 @@ def test_a_pool_gets_what_it_lacked_however_the_dump_is_loaded_while_a_ticker_ru
         with restores.ticker(dsn):
             restores.load(way, dumps.server.bindir, dumps.folder, dsn, dumps.folder / f"pool_{kind}")
         with psycopg.connect(dsn, autocommit=True) as conn:
-            test_work_restore.check(conn, test_work_restore.check_held(conn, dumps.pool[kind]))
+            test_pool_restore.check(conn, test_pool_restore.check_held(conn, dumps.pool[kind]))
 
 
 # Which part of the data is loaded last: lines of `pg_restore -l`.
