@@ -32,13 +32,6 @@ from support.servers import TestServer
 pytestmark = [pytest.mark.slow, pytest.mark.programs]
 
 KINDS = ("plain", "extension")
-
-
-def at_a_landing(some: tuple[str, ...], others: tuple[str, ...]) -> list[Any]:
-    """Parameters: some for each landing, the others for make verify-long, because each restores a whole dump."""
-    return [*some, *(pytest.param(other, marks=pytest.mark.long) for other in others)]
-
-
 PREVIOUS = "0.7.0"
 
 
@@ -90,6 +83,11 @@ def fresh(server: embedded.Server) -> Iterator[str]:
             yield server.dsn_for(name)
         finally:
             admin.execute(f"drop database {name} with (force)".encode())
+
+
+def at_a_landing(some: tuple[str, ...], others: tuple[str, ...]) -> list[Any]:
+    """Parameters: some for each landing, the others for make verify-long, because each restores a whole dump."""
+    return [*some, *(pytest.param(other, marks=pytest.mark.long) for other in others)]
 
 
 SOME_WAYS = ("psql", "pg_restore -1", "-j4", "sections")
