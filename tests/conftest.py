@@ -390,9 +390,11 @@ class Roles:
                 )
             )
             self._names.append(name)
-            # Roles are of the whole server: grant_queue() of an earlier test may have made these members.
-            for group in (APP, "pgque_reader", "pgque_writer"):
-                connection.execute(sql.SQL("revoke pgque_user from {}").format(sql.Identifier(group)))
+            # Roles are of the whole server: grant_queue() to one of these gives its rights to the roles of later tests.
+            given = "select r.rolname::text from pg_catalog.pg_roles as r where r.rolname = any(%s)"
+            given += " and pg_catalog.pg_has_role(r.oid, 'pgque_user', 'member')"
+            found = connection.execute(given, [[APP, "pgque_reader", "pgque_writer"]]).fetchall()
+            assert found == [], "an earlier test made these members of pgque_user: give it roles of its own"
             connection.execute(sql.SQL("grant {} to {}").format(sql.Identifier(APP), sql.Identifier(name)))
             for group in member_of:
                 full = group if group.startswith(("pgque_", "pg_")) else f"pgque_{group}"

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from faults import test_restore, test_work_restore
+from faults import test_pool_restore, test_restore
 from faults.clusters import folder_for, new_database, programs_of, run, started, with_extension
 from pgque import embedded
 from sql.helpers import (
@@ -60,7 +60,7 @@ class Dumps:
     young: embedded.Server
     folder: Path
     alone: test_restore.Left
-    pool: test_work_restore.Left
+    pool: test_pool_restore.Left
     held: Held
 
 
@@ -101,7 +101,7 @@ def dumps(server: TestServer) -> Iterator[Dumps]:
             )
             alone = test_restore.fill(conn, old.dsn_for("alone"))
         with psycopg.connect(old.dsn_for("pool"), autocommit=True) as conn:
-            pool = test_work_restore.fill(conn)
+            pool = test_pool_restore.fill(conn)
         with psycopg.connect(old.dsn_for("held"), autocommit=True) as conn:
             held = fill(conn)
         for name in ("alone", "pool", "held"):
@@ -158,7 +158,7 @@ def test_a_pool_of_an_extension_gets_what_it_lacked_after_a_restore(
     dumps: Dumps, target: embedded.Server
 ) -> None:
     with restored(dumps, target, "pool") as conn:
-        test_work_restore.check(conn, test_work_restore.check_held(conn, dumps.pool))
+        test_pool_restore.check(conn, test_pool_restore.check_held(conn, dumps.pool))
 
 
 @pytest.mark.parametrize("first", ["maint", "ack", "receive"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psycopg
 import pytest
 
-from faults import test_restore, test_work_restore
+from faults import test_pool_restore, test_restore
 from faults.clusters import base_backup, folder_for, new_database, programs_of, run, started, until
 from pgque import embedded
 from sql.helpers import Connection, ack, drain, extend, ids, offer, send_many, take, value, work_off
@@ -24,7 +24,7 @@ class Recovered:
 
     server: embedded.Server
     alone: test_restore.Left
-    pool: test_work_restore.Left
+    pool: test_pool_restore.Left
     lost: int
     lost_ids: list[int]
 
@@ -46,7 +46,7 @@ def recovered(server: TestServer) -> Iterator[Recovered]:
         pool: Connection = stack.enter_context(psycopg.connect(primary.dsn_for("pool"), autocommit=True))
         left = test_restore.fill(alone, primary.dsn_for("alone"))
         data = base_backup(primary, folder)
-        pool_left = test_work_restore.fill(pool)
+        pool_left = test_pool_restore.fill(pool)
         value(alone, "select pg_create_restore_point('here')")
 
         # What is not to be: everybody finishes his work, and there is more.
@@ -85,9 +85,9 @@ def test_a_backup_recovered_to_a_point_delivers_what_was_left_at_that_point(reco
     with psycopg.connect(recovered.server.dsn_for("pool"), autocommit=True) as conn:
         # A batch that was handed out after the point is nobody's.
         assert ack(conn, recovered.lost) == 0
-        left = test_work_restore.check_held(conn, recovered.pool)
+        left = test_pool_restore.check_held(conn, recovered.pool)
         again = take(conn, "q", "w9", 3, "1 second")
         assert ids(again) == recovered.lost_ids
         assert again[0].batch_id != recovered.lost
         assert ack(conn, recovered.lost) == 0
-        test_work_restore.check(conn, left)
+        test_pool_restore.check(conn, left)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 
-from faults import restores, test_restore, test_work_restore
+from faults import restores, test_pool_restore, test_restore
 from faults.clusters import folder_for, new_database, programs_of, run, started, with_extension
 from pgque import embedded
 from sql.helpers import (
@@ -41,7 +42,7 @@ class Dumps:
     server: embedded.Server
     folder: Path
     alone: dict[str, test_restore.Left]
-    pool: dict[str, test_work_restore.Left]
+    pool: dict[str, test_pool_restore.Left]
 
 
 def dump(server: embedded.Server, folder: Path, name: str, *options: str) -> Path:
@@ -67,7 +68,7 @@ def dumps(server: TestServer) -> Iterator[Dumps]:
         for kind in KINDS:
             new_database(main.dsn, f"pool_{kind}", kind)
             with psycopg.connect(main.dsn_for(f"pool_{kind}"), autocommit=True) as conn:
-                pool[kind] = test_work_restore.fill(conn)
+                pool[kind] = test_pool_restore.fill(conn)
             dump(main, folder, f"pool_{kind}")
         yield Dumps(main, folder, alone, pool)
 
@@ -82,6 +83,15 @@ def fresh(server: embedded.Server) -> Iterator[str]:
             yield server.dsn_for(name)
         finally:
             admin.execute(f"drop database {name} with (force)".encode())
+
+
+def at_a_landing(some: tuple[str, ...], others: tuple[str, ...]) -> list[Any]:
+    """Parameters: some for each landing, the others for make verify-long, because each restores a whole dump."""
+    return [*some, *(pytest.param(other, marks=pytest.mark.long) for other in others)]
+
+
+SOME_WAYS = ("psql", "pg_restore -1", "-j4", "sections")
+WAYS = at_a_landing(SOME_WAYS, tuple(way for way in restores.WAYS if way not in SOME_WAYS))
 
 
 def load_twice(dumps: Dumps, source: str, dsn: str, *options: str) -> None:
@@ -103,7 +113,7 @@ def health(conn: Connection) -> list[tuple[str, str | None, str]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", restores.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_every_consumer_gets_what_it_lacked_however_the_dump_is_loaded_while_a_ticker_runs(
     dumps: Dumps, kind: str, way: str
 ) -> None:
@@ -128,7 +138,7 @@ def test_a_pool_gets_what_it_lacked_however_the_dump_is_loaded_while_a_ticker_ru
         with restores.ticker(dsn):
             restores.load(way, dumps.server.bindir, dumps.folder, dsn, dumps.folder / f"pool_{kind}")
         with psycopg.connect(dsn, autocommit=True) as conn:
-            test_work_restore.check(conn, test_work_restore.check_held(conn, dumps.pool[kind]))
+            test_pool_restore.check(conn, test_pool_restore.check_held(conn, dumps.pool[kind]))
 
 
 # Which part of the data is loaded last: lines of `pg_restore -l`.
@@ -225,7 +235,7 @@ def test_no_call_changes_anything_before_the_last_part_of_a_dump_is_loaded(
             test_restore.check(conn, dumps.alone[kind])
 
 
-@pytest.mark.parametrize("way", ["psql", "pg_restore", "-j4"])
+@pytest.mark.parametrize("way", at_a_landing(("psql", "-j4"), ("pg_restore",)))
 def test_a_dump_of_the_previous_version_is_restored_while_a_ticker_runs(dumps: Dumps, way: str) -> None:
     with fresh(dumps.server) as dsn:
         with restores.ticker(dsn):
@@ -236,7 +246,9 @@ def test_a_dump_of_the_previous_version_is_restored_while_a_ticker_runs(dumps: D
             test_restore.check(conn, dumps.alone["previous"])
 
 
-@pytest.mark.parametrize("part", ["queues", "consumers", "subscribers", "positions", "ticks", "sequences"])
+@pytest.mark.parametrize(
+    "part", at_a_landing(("subscribers", "positions"), ("queues", "consumers", "ticks", "sequences"))
+)
 def test_a_dump_of_the_previous_version_whose_last_part_is_missing_is_not_used(
     dumps: Dumps, part: str
 ) -> None:

@@ -195,9 +195,9 @@ def test_everything_at_once_for_some_seconds(
     stress(own, own_dsn, connect, background, 6, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_everything_at_once_for_longer(
     own: Connection,
     own_dsn: str,

@@ -10,7 +10,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from faults import test_restore, test_work_restore
+from faults import test_pool_restore, test_restore
 from faults.clusters import folder_for, new_database, run, runs, started, with_extension
 from pgque import embedded
 from sql.helpers import Connection, take, value
@@ -60,7 +60,7 @@ class Upgraded:
     server: embedded.Server
     xid: int
     alone: dict[str, test_restore.Left]
-    pool: dict[str, test_work_restore.Left]
+    pool: dict[str, test_pool_restore.Left]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def upgraded(server: TestServer) -> Iterator[Upgraded]:
                     )
                     alone[how] = test_restore.fill(conn, old.dsn_for(f"alone_{how}"))
                 with psycopg.connect(old.dsn_for(f"pool_{how}"), autocommit=True) as conn:
-                    pool[how] = test_work_restore.fill(conn)
+                    pool[how] = test_pool_restore.fill(conn)
             with psycopg.connect(old.dsn) as conn:
                 xid = int(value(conn, "select pg_current_xact_id()::text"))
         with started(newer.bindir, new_data) as new:
@@ -121,4 +121,4 @@ def test_a_pool_gets_what_it_lacked_and_leases_hold_in_the_new_version(upgraded:
         if how == "file":
             conn.execute(servers.SQL_FILE.read_bytes())  # it installs over the old install
         assert not {m.msg_id for m in take(conn, "q", "w9", 100, "1 second")} & set(left.held)
-        test_work_restore.check(conn, test_work_restore.check_held(conn, left))
+        test_pool_restore.check(conn, test_pool_restore.check_held(conn, left))

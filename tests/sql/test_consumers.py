@@ -1,6 +1,6 @@
 """What consumers of all three kinds promise: alone, a pool of workers, subconsumers.
 
-What only one kind does is in test_receive.py, test_work_receive.py and test_workers.py; two transactions at once are in
+What only one kind does is in test_receive.py, test_pools.py and test_workers.py; two transactions at once are in
 tests/faults/test_interleavings.py.
 """
 

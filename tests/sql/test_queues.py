@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from conftest import Role
 from sql.helpers import (
     Connection,
     configure,
@@ -463,7 +464,7 @@ def test_a_call_that_waits_for_a_drop_leaves_no_row_of_the_queue(
 
 
 def test_what_a_drop_with_an_old_snapshot_leaves_behind_is_deleted_by_maintenance(
-    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+    own: Connection, own_dsn: str, connect: Callable[..., Connection], nobody: Role
 ) -> None:
     value(own, "select pgque.create_queue('q', '{\"max_retries\": 0}')")
     subscribe(own, "q", "c")
@@ -476,7 +477,7 @@ def test_what_a_drop_with_an_old_snapshot_leaves_behind_is_deleted_by_maintenanc
     send(own, "q")
     tick(own, "q")
     value(own, LAST_ATTEMPT)
-    value(own, "select pgque.grant_queue('q', 'pgque_writer', 'consume')")
+    value(own, "select pgque.grant_queue('q', %s, 'consume')", nobody.name)
     subscribe(own, "q", "another")
     value(own, "select pgque.create_queue('other')")
     subscribe(own, "other")

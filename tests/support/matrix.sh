@@ -29,8 +29,8 @@ PYTHON
   echo "$target/package/native/bin"
 }
 
-part=("$here"/../sql/test_{install,isolation,queue_rights,rights,work_roles,security,ticker,rotation,send,receive,work_receive,idle}.py)
-between=("$here"/../sql/test_{install,rights,work_roles,security,rotation,receive}.py)
+part=("$here"/../sql/test_{install,isolation,queue_rights,rights,worker_rights,security,ticker,rotation,send,receive,consumers,pools,idle}.py)
+between=("$here"/../sql/test_{install,rights,worker_rights,security,rotation,receive,consumers}.py)
 
 # All at once: the tests wait for locks and ticks more than they compute.
 out=$(mktemp -d) failed=0

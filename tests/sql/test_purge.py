@@ -36,7 +36,7 @@ from sql.helpers import (
     value,
     work_off,
 )
-from sql.test_work_races import Pair, pair
+from sql.test_races import Pair, pair
 
 __all__ = ["pair"]
 

@@ -32,7 +32,7 @@ from sql.helpers import (
     work_off,
 )
 from sql.test_held_xmin import low_threshold
-from sql.test_work_races import Pair, pair
+from sql.test_races import Pair, pair
 
 __all__ = ["pair"]
 

@@ -176,11 +176,9 @@ def test_each_message_is_finished_exactly_once(
     stress(own, Run(own_dsn, 1, 6), connect, background, keyed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))]
-)
+@pytest.mark.parametrize("seed", range(6))
 def test_each_message_is_finished_exactly_once_whatever_the_dice_say(
     own: Connection,
     own_dsn: str,
