@@ -3622,7 +3622,8 @@ $$;
 -- that a session wrote or left out are kept in a setting, one line each and the newest
 -- first: the part, the transaction's id, whether it writes.  If a session has rows of
 -- one part in two transactions, it commits after every statement, and the part could be
--- incomplete: so it is refused.
+-- incomplete: so it is refused.  A transaction that ended with ROLLBACK PREPARED does not
+-- count: the setting is not rolled back with it.
 create or replace function pgque._claim_part(p_sink text, p_epoch bigint, p_part int, p_parts int) returns boolean
 language plpgsql as $$
 declare
@@ -3631,6 +3632,7 @@ declare
   v_touched  text := coalesce(pg_catalog.current_setting('pgque.sink_parts', true), '');
   v_claim    pgque.sink_epoch;
   v_writes   boolean;
+  v_xid      text;
 begin
   if pg_catalog.starts_with(v_touched, v_line || '+') then
     return true;
@@ -3644,8 +3646,10 @@ begin
   v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
   -- A row that came out of a dump may name the same transaction, but another session.
   v_writes := (v_claim.txid = pg_catalog.pg_current_xact_id() and v_claim.session = pgque._session()) is true;
+  v_xid := pg_catalog.substring(pg_catalog.split_part(v_touched, v_part, 2), '^([0-9]{1,19})[+-]');
   if not v_writes and v_claim.session = pgque._session()
     or pg_catalog.strpos(v_touched, v_part) > 0 and pg_catalog.strpos(v_touched, v_line) = 0
+      and pg_catalog.pg_xact_status(v_xid::xid8) is distinct from 'aborted'
   then
     perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('part %s comes in more than one transaction', p_part),
       'Write each part in one transaction: with JDBC, any isolationLevel but NONE.');
@@ -5840,7 +5844,8 @@ $$;
 
 -- Tries to lock many batches at once, and returns those that it locked: all of them
 -- with one lock, or, if another session works with one of them, at most p_most of them
--- one by one.  The caller holds the consumer's lock.
+-- one by one; null: as many as half of the server's room for locks.  The caller holds
+-- the consumer's lock.
 create or replace function pgque._hold_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
 language plpgsql as $$
 begin
@@ -5852,7 +5857,7 @@ begin
   return array(
     select b.id
     from pg_catalog.unnest(p_batches) with ordinality b (id, n)
-    where b.n <= p_most and pg_catalog.pg_try_advisory_xact_lock(b.id)
+    where b.n <= coalesce(p_most, (select pgque._lock_room() / 2)) and pg_catalog.pg_try_advisory_xact_lock(b.id)
     order by b.n);
 end
 $$;
@@ -6270,23 +6275,24 @@ create or replace function pgque._find(p_queue text, p_consumer text, p_caller n
 language plpgsql set jit = off as $$
 declare
   v_found  record;
+  v_name   text := p_queue;
 begin
-  select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
-  from pgque.queue q
-  join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
-  join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
-  cross join pgque.journal j
-  where q.queue_name = p_queue collate pg_catalog."default"
-    and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
-  if not found then
-    if (pgque._queue(p_queue, p_caller, 'consume')).queue_name <> p_queue collate pg_catalog."default" then
-      select f.sub, f.leaf as journal_cur, f.archives as queue_archive_on_ack, false as queue_restored into v_found
-      from pgque._find((pgque._queue(p_queue)).queue_name, p_consumer, current_user) f;
-    else
+  for v_again in 0..1 loop
+    select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
+    from pgque.queue q
+    join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
+    join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+    cross join pgque.journal j
+    where q.queue_name = v_name collate pg_catalog."default"
+      and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
+    exit when found;
+    if v_again = 1 then
       perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
         'Subscribe it first: select pgque.subscribe(queue, consumer);');
     end if;
-  end if;
+    -- p_queue is a queue_uid, or the queue has got this name since that query began.
+    v_name := (pgque._queue(p_queue, p_caller, 'consume')).queue_name;
+  end loop;
   if v_found.queue_restored then
     perform pgque._need_loaded(q) from pgque.queue q where q.queue_id = (v_found.sub).sub_queue;
   end if;
@@ -7130,7 +7136,7 @@ begin
       from looked l
       where l.what = 'good' and l.lane is not null
       group by 1
-      having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+      having l.lane in (select pg_catalog.unnest((select v_out))) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
     ),
     judged as (
       select l.ev_id, l.lane,
@@ -7312,7 +7318,8 @@ begin
     if v_look > 1 then
       v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end);
       if p_max > 1 then
-        v_rows := array(select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts));
+        v_rows := array(
+          select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts) or r.ev_expires <= v_now);
       end if;
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
@@ -8013,7 +8020,7 @@ begin
       v_count := v_pos.pos_done_count;
       v_queue := pgque._with_options(v_queue.queue_id);
       if v_queue.queue_keyed or v_queue.queue_expiring then
-        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, null);
+        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, null::bigint);
       end if;
     end if;
     perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, batch_id, $3, v_turn.until, true);
@@ -8921,7 +8928,7 @@ begin
       case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
-  if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open)) < pg_catalog.cardinality(v_open) then
+  if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then
     perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being finished', p_consumer, p_queue), 'Try again.');
   end if;
   perform pgque._hand_back(v_sub, o.token), pgque._note(o.token, v_sub.sub_id, array[0]) from pg_catalog.unnest(v_open) o (token);
@@ -11622,7 +11629,7 @@ begin
   end if;
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
     v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
-    if cardinality(pgque._hold_batches(v_sub, v_open)) < cardinality(v_open) then
+    if cardinality(pgque._hold_batches(v_sub, v_open, null)) < cardinality(v_open) then
       -- Waiting for the worker would be a deadlock if it asks for more messages.
       perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
         'Retry the transaction.');
@@ -12911,6 +12918,8 @@ begin
       pending_events := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_pos.pos_event_seq;
       if v_sub.sub_main is null then
         lag := pgque.clock() - pgque._pending_since(v_sub, v_pos, p_last);
+        -- What was rolled back has drawn ids, too.
+        pending_events := case when lag is null then 0 else pending_events end;
       else
         lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_of(v_pos))).tick_time end;
       end if;
@@ -13179,7 +13188,7 @@ create or replace function pgque._messages(
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now     timestamptz := pgque.clock();
   v_sub     pgque.subscriber;
@@ -13223,7 +13232,8 @@ begin
       select c.co_id
       from pgque.consumer c
       where c.co_queue in (0, p_queue.queue_id) and (p_consumer is null or c.co_name = p_consumer)
-        and exists (select from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id)
+        -- One lookup each; an EXISTS may become a join with all dead letters.
+        and (select true from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id limit 1)
     loop
       return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where)
       using p_queue.queue_id, v_now, p_limit, p_id, p_after, v_sub.sub_consumer;
@@ -13236,7 +13246,7 @@ begin
         a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
-      where a.ev_id > $5 and ($4 is null or a.ev_id = $4) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
+      where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
     using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
 end
@@ -13311,7 +13321,7 @@ language sql immutable as $f$
     from pgque.retry_queue r
     left join pgque.subscriber s on s.sub_id = r.ev_owner
     left join pgque.consumer c on c.co_id = s.sub_consumer
-    where r.ev_queue = $1 and r.ev_id > $5 and ($4 is null or r.ev_id = $4)
+    where r.ev_queue = $1 and r.ev_id > $5 and r.ev_id <= coalesce($4, 9223372036854775807)
     $q$
 $f$;
 
@@ -13324,7 +13334,7 @@ language sql immutable as $f$
       d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
     from pgque.dead_letter d
     join pgque.consumer c on c.co_id = d.dl_consumer_id
-    where d.dl_queue_id = $1 and d.ev_id > $5 and ($4 is null or d.ev_id = $4)
+    where d.dl_queue_id = $1 and d.ev_id > $5 and d.ev_id <= coalesce($4, 9223372036854775807)
   $q$ || p_and
 $f$;
 
@@ -13573,12 +13583,21 @@ language sql as $$
     select i.inhrelid, pg_catalog.split_part(c.relname, '_', 2)::int as queue_id
     from pg_catalog.pg_inherits i
     join pg_catalog.pg_class c on c.oid = i.inhrelid
-    where i.inhparent in ('pgque.event'::regclass, 'pgque.tick'::regclass)
+    where i.inhparent in ('pgque.event'::regclass, 'pgque.tick'::regclass) and p_queues is null
+    union all
+    select pg_catalog.to_regclass(l.leaf), q.id
+    from pg_catalog.unnest(p_queues) q (id)
+    cross join lateral pgque._leaves(q.id) l
   ), heap as materialized (
     select c.oid, coalesce(l.queue_id, 0) as queue_id
     from pg_catalog.pg_class c
     left join leaf l on l.inhrelid = c.oid
-    where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r' and (p_queues is null or l.queue_id = any (p_queues))
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r'
+      -- By their ids, since the catalog of a server with many queues is large.
+      and c.oid = any (array(
+        select l.inhrelid from leaf l
+        union all
+        select k.oid from pg_catalog.pg_class k where p_queues is null and k.relnamespace = 'pgque'::regnamespace))
   ), held as (
     select h.queue_id
     from heap h
@@ -14752,6 +14771,13 @@ language sql as $$
   from pgque.queue q, pgque.consumer c, pgque.receive(q.queue_name, c.co_name, p_max::int, p_worker, p_timeout, p_ack) r
   where q.queue_id = p_sub.sub_queue and c.co_id = p_sub.sub_consumer
 $$;
+
+-- For a receive() and a next_batch() that were waiting for the consumer.
+create or replace function pgque._sift(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_whole boolean default false,
+  out pos pgque.position, out ids bigint[], out rows text
+)
+language sql as $$ select * from pgque._sift(p_queue, p_sub, p_pos, p_token, p_max, case when not p_whole then 0::bigint end) $$;
 
 -- For calls that had begun to build a query when the upgrade overtook them.
 create or replace function pgque._overtaken() returns text
