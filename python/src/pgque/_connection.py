@@ -15,7 +15,7 @@ from . import _telemetry
 from ._backoff import first_pause, pauses
 from ._dsn import with_keepalives
 from ._json import Encoder
-from ._limit import COMMAND_TIMEOUT
+from ._limit import COMMAND_TIMEOUT, LimitedConnection
 from ._payloads import Decoder
 from ._stopper import Stopper
 from .client import PgqueClient
@@ -51,6 +51,8 @@ def open_client(
         decoder=decoder,
         command_timeout=command_timeout,
     )
+    if isinstance(client.conn, LimitedConnection):
+        client.conn.command_timeout = command_timeout
     if read_committed:
         try:
             _set_read_committed(client)

@@ -14,7 +14,7 @@ from . import _telemetry
 from ._backoff import first_pause, pauses
 from ._dsn import with_keepalives
 from ._json import Encoder
-from ._limit import COMMAND_TIMEOUT
+from ._limit import COMMAND_TIMEOUT, AsyncLimitedConnection
 from ._payloads import Decoder
 from ._stopper import AsyncStopper
 from .client_async import AsyncPgqueClient
@@ -50,6 +50,8 @@ async def open_client(
         decoder=decoder,
         command_timeout=command_timeout,
     )
+    if isinstance(client.conn, AsyncLimitedConnection):
+        client.conn.command_timeout = command_timeout
     if read_committed:
         try:
             await _set_read_committed(client)

@@ -77,6 +77,16 @@ def within(conn: object, seconds: float | None) -> Iterator[None]:
 
 
 @contextmanager
+def within_by_default(conn: object, seconds: float | None) -> Iterator[None]:
+    """Limit each call of the block as `within` does, unless the caller has set another limit around it."""
+    if _of(_own_timeout, conn, ...) is ...:
+        with within(conn, seconds):
+            yield
+    else:
+        yield
+
+
+@contextmanager
 def until(conn: object, deadline: Callable[[], float]) -> Iterator[None]:
     """Give up a call of the block over this connection after a time that `deadline` returns, by the monotonic
     clock. It is asked again while a call waits, and may change its answer: math.inf is no deadline, -math.inf

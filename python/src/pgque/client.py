@@ -24,7 +24,7 @@ from ._direct import is_direct
 from ._dsn import given_or_default, with_keepalives
 from ._encode import MessageOrId
 from ._json import Encoder
-from ._limit import COMMAND_TIMEOUT, LimitedConnection, check_command_timeout, within
+from ._limit import COMMAND_TIMEOUT, LimitedConnection, check_command_timeout, within, within_by_default
 from ._payloads import Decoder
 from ._renamed import Renamed
 from ._version import __version__
@@ -110,6 +110,7 @@ class PgqueClient:
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         self._conn = conn
         self._owned = False
+        self._command_timeout: float | None = None
         self._encoder = encoder
         self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
 
@@ -133,11 +134,12 @@ class PgqueClient:
                 row_factory=tuple_row,
                 prepare_threshold=None,
             )
-            conn.command_timeout = command_timeout
+            conn.command_timeout = None  # for the caller's own statements
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         client = cls(conn, encoder=encoder, decoder=decoder)
         client._owned = True
+        client._command_timeout = command_timeout
         try:
             client._ensure_version()
         except BaseException:
@@ -189,7 +191,8 @@ class PgqueClient:
         if not self._owned:
             return
         try:
-            self._conn.__exit__(exc_type, exc, tb)
+            with self._limited():
+                self._conn.__exit__(exc_type, exc, tb)
         except psycopg.Error as error:
             raise from_psycopg(error) from error
 
@@ -1406,10 +1409,12 @@ class PgqueClient:
         try:
             found: str | None = None
             with self._conn.cursor(row_factory=tuple_row) as cur:
-                cur.execute(_encode.FIND_VERSION, prepare=False)
+                with self._limited():
+                    cur.execute(_encode.FIND_VERSION, prepare=False)
                 callable_row = cur.fetchone()
                 if callable_row is not None and callable_row[0]:
-                    cur.execute("select pgque.version()", prepare=False)
+                    with self._limited():
+                        cur.execute("select pgque.version()", prepare=False)
                     version_row = cur.fetchone()
                     found = version_row[0] if version_row else None
             # A role that may not ask is told so by its first real call.
@@ -1436,12 +1441,17 @@ class PgqueClient:
         """Return a block whose calls may take any time, as their work grows with the queue."""
         return within(self._conn, None)
 
+    def _limited(self) -> AbstractContextManager[None]:
+        """Return a block whose calls may take `command_timeout`, unless it is in one that is unlimited."""
+        return within_by_default(self._conn, self._command_timeout)
+
     def _rows(self, sql: str, params: Mapping[str, object], make: Callable[..., T]) -> list[T]:
         """Run one statement and return each row as a `make`, with the columns as its arguments."""
         self._ensure_version()
         try:
             with reading(self._conn.cursor(row_factory=args_row(make))) as cur:
-                cur.execute(sql, params, prepare=self._prepare())
+                with self._limited():
+                    cur.execute(sql, params, prepare=self._prepare())
                 return cur.fetchall()
         except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
@@ -1470,7 +1480,8 @@ class PgqueClient:
         self._ensure_version()
         try:
             with reading(self._conn.cursor(row_factory=tuple_row)) as cur:
-                cur.execute(sql, params, prepare=self._prepare())
+                with self._limited():
+                    cur.execute(sql, params, prepare=self._prepare())
                 return cur.fetchone()
         except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
@@ -1520,9 +1531,9 @@ def connect(
     that of another client's.
 
     A call that the server does not answer for `command_timeout` seconds raises PgqueConnectionError, and the
-    connection is closed; None is no limit. The limit counts for your own statements on `conn` as well. It
-    does not count for calls that are long by nature: `maint`, `drop_queue`, `purge`, and those that move or
-    delete all dead letters or archived messages of a queue.
+    connection is closed; None is no limit. The limit does not count for your own statements on `conn`, nor
+    for calls that are long by nature: `maint`, `drop_queue`, `purge`, and those that move or delete all dead
+    letters or archived messages of a queue.
 
     Raises PgqueConnectionError, and PgqueVersionError if the database has no pgque or an unknown version.
     """

@@ -23,7 +23,7 @@ from ._direct import is_direct
 from ._dsn import given_or_default, with_keepalives
 from ._encode import MessageOrId
 from ._json import Encoder
-from ._limit import COMMAND_TIMEOUT, AsyncLimitedConnection, check_command_timeout, within
+from ._limit import COMMAND_TIMEOUT, AsyncLimitedConnection, check_command_timeout, within, within_by_default
 from ._payloads import Decoder
 from ._renamed import Renamed
 from ._version import __version__
@@ -109,6 +109,7 @@ class AsyncPgqueClient:
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         self._conn = conn
         self._owned = False
+        self._command_timeout: float | None = None
         self._encoder = encoder
         self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
 
@@ -132,11 +133,12 @@ class AsyncPgqueClient:
                 row_factory=tuple_row,
                 prepare_threshold=None,
             )
-            conn.command_timeout = command_timeout
+            conn.command_timeout = None  # for the caller's own statements
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         client = cls(conn, encoder=encoder, decoder=decoder)
         client._owned = True
+        client._command_timeout = command_timeout
         try:
             await client._ensure_version()
         except BaseException:
@@ -188,7 +190,8 @@ class AsyncPgqueClient:
         if not self._owned:
             return
         try:
-            await self._conn.__aexit__(exc_type, exc, tb)
+            with self._limited():
+                await self._conn.__aexit__(exc_type, exc, tb)
         except psycopg.Error as error:
             raise from_psycopg(error) from error
 
@@ -1405,10 +1408,12 @@ class AsyncPgqueClient:
         try:
             found: str | None = None
             async with self._conn.cursor(row_factory=tuple_row) as cur:
-                await cur.execute(_encode.FIND_VERSION, prepare=False)
+                with self._limited():
+                    await cur.execute(_encode.FIND_VERSION, prepare=False)
                 callable_row = await cur.fetchone()
                 if callable_row is not None and callable_row[0]:
-                    await cur.execute("select pgque.version()", prepare=False)
+                    with self._limited():
+                        await cur.execute("select pgque.version()", prepare=False)
                     version_row = await cur.fetchone()
                     found = version_row[0] if version_row else None
             # A role that may not ask is told so by its first real call.
@@ -1435,12 +1440,17 @@ class AsyncPgqueClient:
         """Return a block whose calls may take any time, as their work grows with the queue."""
         return within(self._conn, None)
 
+    def _limited(self) -> AbstractContextManager[None]:
+        """Return a block whose calls may take `command_timeout`, unless it is in one that is unlimited."""
+        return within_by_default(self._conn, self._command_timeout)
+
     async def _rows(self, sql: str, params: Mapping[str, object], make: Callable[..., T]) -> list[T]:
         """Run one statement and return each row as a `make`, with the columns as its arguments."""
         await self._ensure_version()
         try:
             async with reading(self._conn.cursor(row_factory=args_row(make))) as cur:
-                await cur.execute(sql, params, prepare=self._prepare())
+                with self._limited():
+                    await cur.execute(sql, params, prepare=self._prepare())
                 return await cur.fetchall()
         except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
@@ -1469,7 +1479,8 @@ class AsyncPgqueClient:
         await self._ensure_version()
         try:
             async with reading(self._conn.cursor(row_factory=tuple_row)) as cur:
-                await cur.execute(sql, params, prepare=self._prepare())
+                with self._limited():
+                    await cur.execute(sql, params, prepare=self._prepare())
                 return await cur.fetchone()
         except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
@@ -1519,9 +1530,9 @@ async def connect_async(
     that of another client's.
 
     A call that the server does not answer for `command_timeout` seconds raises PgqueConnectionError, and the
-    connection is closed; None is no limit. The limit counts for your own statements on `conn` as well. It
-    does not count for calls that are long by nature: `maint`, `drop_queue`, `purge`, and those that move or
-    delete all dead letters or archived messages of a queue.
+    connection is closed; None is no limit. The limit does not count for your own statements on `conn`, nor
+    for calls that are long by nature: `maint`, `drop_queue`, `purge`, and those that move or delete all dead
+    letters or archived messages of a queue.
 
     Raises PgqueConnectionError, and PgqueVersionError if the database has no pgque or an unknown version.
     """
