@@ -491,7 +491,7 @@ def test_what_a_drop_with_an_old_snapshot_leaves_behind_is_deleted_by_maintenanc
 
 @pytest.mark.slow  # a race of two statements, which no lock can hold apart: two seconds have several of them
 def test_a_queue_that_is_renamed_is_never_without_its_consumer(
-    conn: Connection, queue: str, background: Callable[..., Any], connect: Callable[..., Connection]
+    conn: Connection, queue: str, background: Callable[..., Any]
 ) -> None:
     subscribe(conn, queue)
     other = f"{queue} renamed"
