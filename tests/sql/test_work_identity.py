@@ -137,7 +137,7 @@ def test_every_function_that_takes_a_queue_takes_its_id(own: Connection) -> None
         "message_status",
         "get_message",
         "tick_for",
-            "seek_to_time",
+        "seek_to_time",
         "next_tick",
         "queue_incarnation",
         "read_window",
