@@ -550,7 +550,12 @@ def test_the_variable_pgque_dsn_counts_wherever_no_connection_string_is_given(
         worker.handler("*")(lambda message: seen.append(message.payload))
         worker.run(until_idle=True)
         consumer = pgque.Consumer("", queue="q", consumer="c")
-        consumer.handler("*")(lambda message: (seen.append(message.payload), consumer.stop()))
+
+        @consumer.handler("*")
+        def last(message: pgque.Message) -> None:
+            seen.append(message.payload)
+            consumer.stop()
+
         consumer.run()
     finally:
         ticking.set()
