@@ -54,8 +54,8 @@ SLACK = 500
 
 @dataclass(frozen=True)
 class Cost:
-    blocks: int
-    rows: int
+    blocks: float
+    rows: float
 
 
 def cost(conn: Connection, query: str) -> Cost:
@@ -132,7 +132,10 @@ FILTER = "reads what does not satisfy the filter, until enough does"
 COUNT = "returns their number"
 EACH = "returns each of them"
 SORTS = "the planner may sort a table that is small, or that it knows nothing of"
+TICKS = "reads the ticks of the last minute"
 GROWS = {
+    ("pending", "get_queue_info"): (Cost(0.01, 0.01), TICKS),
+    ("dead", "get_queue_info"): (Cost(0.01, 0.01), TICKS),
     ("pending", "list_messages, type"): (Cost(1, 4), FILTER),
     ("consumers", "get_consumer_info of all"): (Cost(50, 12), EACH),
     ("consumers", "health"): (Cost(50, 12), "checks the 100 with the greatest lag"),
