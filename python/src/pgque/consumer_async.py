@@ -251,8 +251,8 @@ class AsyncConsumer:
         handlers are restored when the last of them ends; a handler that the program gave to its event loop is
         called as well. The consumer has half a second to finish its batch. Then a running handler is
         interrupted with HandlerInterrupted, the outcomes of the messages that were handled are reported, and
-        the other messages are released. With `catch_signals=False`, signals are
-        left to the program, such as a web server, which calls `stop()`.
+        the other messages are released. With `catch_signals=False`, signals are left to the program, such as
+        a web server, which calls `stop()`.
 
         After a fault of the database the consumer connects again, after a growing random pause, without
         limit. It keeps the outcomes of handlers that have run, and reports them then.
