@@ -83,6 +83,14 @@ begin
       exception
         when unique_violation then
           null;   -- another database of the server installs at this moment
+        when insufficient_privilege then
+          raise exception using
+            errcode = 'insufficient_privilege',
+            message = format('role %I may not create the role %I', current_user, v_role),
+            detail = sqlerrm,
+            hint = format('As a superuser: alter role %1$I createrole; or create the roles: create role pgque_reader; create role pgque_writer; '
+              'create role pgque_admin in role pgque_reader, pgque_writer; create role pgque_user; '
+              'grant pgque_reader, pgque_writer, pgque_admin, pgque_user to %1$I with admin option.', current_user);
       end;
     end if;
   end loop;
@@ -102,7 +110,7 @@ comment on domain pgque.caller is
   'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.7.1'::text $$;
+language sql immutable as $$ select '0.8.0'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- The only clock of the engine.  A test moves time by replacing it.
@@ -119,6 +127,17 @@ begin
     raise exception using errcode = p_code, message = p_message, hint = p_hint;
   end if;
   raise exception using errcode = p_code, message = p_message, hint = p_hint, detail = p_detail;
+end
+$$;
+
+-- Raises 25006 for a call that works on a primary only.  The result is for calls that
+-- would take a transaction id.
+create or replace function pgque._no_standby(p_what text) returns xid8
+language plpgsql as $$
+begin
+  perform pgque._fail('read_only_sql_transaction', pg_catalog.format('%s: this server is a standby', p_what),
+    'Connect to the primary, for example with host=a,b target_session_attrs=read-write.');
+  return null;
 end
 $$;
 

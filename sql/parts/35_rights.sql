@@ -88,7 +88,14 @@ begin
     return 0;
   end if;
   if not pg_has_role($2, 'pgque_user', 'usage') then
-    execute format('grant pgque_user to %I', $2);
+    begin
+      execute format('grant pgque_user to %I', $2);
+    exception
+      -- On PostgreSQL 16 and later it is not enough that a role may create roles.
+      when insufficient_privilege then
+        perform pgque._fail('insufficient_privilege', format('role %I, the owner of pgque, may not make %I a member of pgque_user', current_user, $2),
+          format('As a superuser, or as the role that created pgque_user: grant pgque_user to %I with admin option; then call grant_queue() again.', current_user), sqlerrm);
+    end;
   end if;
   perform pgque._did('grant_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3));
   return 1;
@@ -98,7 +105,7 @@ comment on function pgque.grant_queue(text, text, text) is
   'Grants a role a right to one queue. Returns 1, or 0 if the role has the right already. Rights: produce (send); consume (subscribe, receive, '
   'acknowledge and reject, read); admin (both, and the queue''s settings, ticks, dead letters, archive, purge and drop, but not its name and '
   'max_consumers). The role becomes a member of pgque_user. It needs none of the roles pgque_reader, pgque_writer and pgque_admin, which are for all '
-  'queues. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
+  'queues. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role; 42501 the owner of pgque may not grant pgque_user.';
 
 create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text default null) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

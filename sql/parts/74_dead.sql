@@ -99,10 +99,12 @@ comment on function pgque.dlq_inspect(text, int, text, text, text, text, timesta
   'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
   'page. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
 
--- Returns the common form of reasons that differ only by numbers.
+-- Returns the common form of reasons that differ only by numbers.  Digits after a letter
+-- belong to a word (utf8), and so do one or two digits after a letter and a hyphen
+-- (utf-8, but not order-4711).
 create or replace function pgque._reason_kind(p_reason text) returns text
 language sql immutable as $$
-  select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '\d+', 'N', 'g'), 200), '')
+  select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '(?<![[:alnum:]])(?:(?<![[:alpha:]]-)\d+|\d{3,})', 'N', 'g'), 200), '')
 $$;
 
 -- Returns whether a reason is p_wanted, as it is or as _reason_kind() returns it; null
@@ -142,7 +144,7 @@ $$;
 comment on function pgque.dlq_reasons(text, pgque.caller) is
   'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
   'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
-  'characters, shows numbers as N, and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
+  'characters, shows numbers as N (not digits of a word, such as utf-8), and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
 
 -- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
 -- same one.  p_call: the function to record in list_actions(), if a role calls it by
@@ -268,7 +270,7 @@ end
 $$;
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
   'Requeues a dead letter: the consumer that failed it receives the message again. Returns the message''s id, which stays. Its retries '
-  'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
+  'count from zero, and retention_period from now. Errors: PQ008 no such dead letter; PQ011 that consumer was '
   'unsubscribed.';
 
 create or replace function pgque.dlq_requeue_all(

@@ -289,6 +289,31 @@ comment on function pgque.seek(text, text, bigint, boolean, uuid, pgque.caller) 
   'nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. incarnation: see queue_incarnation(). Errors: PQ001 no '
   'such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is not stored, or the queue is another incarnation.';
 
+-- With no event before the earliest stored tick, nothing that was sent is missing.
+create or replace function pgque.seek_to_time(queue_name text, consumer_name text, at timestamptz, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_queue  pgque.queue;
+  v_tick   pgque.tick;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+  v_tick := pgque._find_tick(v_queue, $3::text);
+  if v_tick.tick_time > $3 and v_tick.tick_event_seq > 0 then
+    perform pgque._fail('PQ015', format('queue %I has no tick as old as %s: its earliest is from %s', v_queue.queue_name, $3, v_tick.tick_time),
+      format('Some messages from before that time may no longer be stored. To replay all that are: select pgque.seek_to_time(%L, %L, %L); '
+        'To keep messages for longer after all consumers have finished them, raise rotation_period: they stay for two to three times as long.',
+        v_queue.queue_name, $2, v_tick.tick_time));
+  end if;
+  return pgque.seek(v_queue.queue_name, $2, v_tick.tick_id, true);
+end
+$$;
+comment on function pgque.seek_to_time(text, text, timestamptz, pgque.caller) is
+  'Moves a consumer back or forward to a time, and returns the tick where it stands: the last one at or before this time. It receives everything '
+  'that became visible later, also what it has acknowledged; a few messages from just before may be among it. An open batch is dropped. Messages that all '
+  'consumers have finished stay for two to three rotation_period. Errors: PQ001 no such queue; PQ005 at is NULL, or the consumer has workers; '
+  'PQ011 not subscribed; PQ015 older ticks are no longer stored: the error names the earliest.';
+
 create or replace function pgque._stream_key(p_sub pgque.subscriber) returns int
 language sql immutable as $$ select pg_catalog.hashtext(p_sub.sub_queue || ' ' || p_sub.sub_consumer) $$;
 

@@ -15,8 +15,8 @@ exception
 end
 $$;
 comment on function pgque.set_tick_period_ms(int) is
-  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (default 100), and returns it. A '
-  'running loop follows at once. Errors: PQ005 out of range.';
+  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, unless the queue''s tick_gap is longer: 1 to 60000 '
+  'milliseconds (default 100). Returns it. A running loop follows at once. Errors: PQ005 out of range.';
 
 create or replace function pgque.set_tick_share(percent int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -46,6 +46,22 @@ begin
 end
 $$;
 
+-- Returns the settings of the loop and the time of the last stop(); the defaults while the
+-- table is locked, since ticks must not wait for it.
+create or replace function pgque._loop_bounds(out stopped_at timestamptz, out period interval, out share float8)
+language plpgsql set lock_timeout = '20ms' as $$
+begin
+  period := '100 milliseconds';
+  share := 0.15;
+  select max(c.stopped_at), coalesce(max(c.tick_period_ms) * interval '1 millisecond', period), coalesce(max(c.tick_share) / 100.0, share)
+  into stopped_at, period, share
+  from pgque.config c;
+exception
+  when lock_not_available then
+    null;
+end
+$$;
+
 -- Returns what the loop reads in each round: the time of the last stop(), the period,
 -- the shortest gap between two ticks of a queue, the loop's share of a core, whether
 -- retries or recurring messages are due, and when to check the queues even if nothing
@@ -58,9 +74,7 @@ declare
   v_now    timestamptz := clock_timestamp();
   v_retry  timestamptz;
 begin
-  select max(c.stopped_at), coalesce(max(c.tick_period_ms), 100) * interval '1 millisecond', coalesce(max(c.tick_share), 15) / 100.0
-  into stopped_at, period, share
-  from pgque.config c;
+  select c.* into stopped_at, period, share from pgque._loop_bounds() c;
   select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
   into gap, look_at
   from pgque.queue q;
@@ -291,7 +305,7 @@ declare
   v_retains   pg_catalog.bool := false;
 begin
   if pg_catalog.pg_is_in_recovery() then
-    perform pgque._fail('read_only_sql_transaction', 'ticker_loop() cannot run on a standby', 'Run it on the primary.');
+    perform pgque._no_standby('ticker_loop() cannot run');
   end if;
   -- Whatever the session's defaults are.  CHAIN keeps them.
   commit;
@@ -321,7 +335,7 @@ begin
       v_due := v_state.look_at;
       v_mark := v_began; v_work := '0';
       if v_state.retries and v_began >= v_pump then
-        perform pgque.maint_retry_events(), pgque._maint_operation('pgque.maint_recurring', null);
+        perform pgque._maint_operation('pgque.maint_retry_events', null), pgque._maint_operation('pgque.maint_recurring', null);
         v_work := pg_catalog.clock_timestamp() - v_mark;
         -- If the step waited for a lock, or had much to do, the other steps run first.
         v_pump := v_began + case when v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
@@ -377,12 +391,13 @@ $$;
 create or replace function pgque._job_names() returns text[]
 language sql immutable as $$ select '{pgque,pgque standby,pgque reboot}'::text[] $$;
 
--- Raises PQ014 for an owner without a right to pg_cron.
-create or replace function pgque._no_cron_rights() returns void
+-- Raises PQ014 for an owner without a right to pg_cron.  p_cause: what pg_cron said.
+create or replace function pgque._no_cron_rights(p_cause text default null) returns void
 language plpgsql as $$
 begin
-  perform pgque._fail('PQ014', pg_catalog.format('role %I may not schedule jobs', current_user),
-    pg_catalog.format('grant usage on schema cron to %I;', current_user));
+  perform pgque._fail('PQ014', pg_catalog.format('role %I may not schedule jobs%s', current_user, ': ' || p_cause),
+    case when p_cause is null then pg_catalog.format('grant usage on schema cron to %I;', current_user)
+      else pg_catalog.format('Give role %I the right that the message names, then call start() again.', current_user) end);
 end
 $$;
 
@@ -419,7 +434,7 @@ begin
     execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '1 second', 'call pgque.ticker_loop()';
   exception
     when insufficient_privilege then
-      perform pgque._no_cron_rights();
+      perform pgque._no_cron_rights(sqlerrm);
     when invalid_parameter_value then
       execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', format(v_until, 59.7);
       execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', format(v_until, 64.7);
@@ -547,7 +562,8 @@ $$;
 create or replace function pgque._cron_failure(out failure text, out remedy text)
 language plpgsql as $$
 declare
-  v_run  record;
+  v_recorded  text;
+  v_run       record;
 begin
   select g.failure, g.remedy into failure, remedy from pgque._cron_gaps() g;
   if failure is not null then
@@ -555,11 +571,18 @@ begin
   end if;
   if pgque._has_cron() is not true or pg_catalog.to_regclass('cron.job_run_details') is null then
     return;
-  elsif pg_catalog.current_setting('cron.log_run', true) = 'off' then
+  elsif not (pg_catalog.has_table_privilege('cron.job', 'select') and pg_catalog.has_table_privilege('cron.job_run_details', 'select')) then
+    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
+    return;
+  end if;
+  -- An ordinary owner may not read this setting: current_setting() would raise 42501, the
+  -- view has no row.
+  v_recorded := (select g.setting from pg_catalog.pg_settings g where g.name = 'cron.log_run');
+  if v_recorded = 'off' then
     remedy := 'Runs are not recorded (cron.log_run is off): see the server''s log.';
     return;
   end if;
-  execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
+  execute 'select d.status, d.return_message, d.start_time, j.nodename'
     ' from cron.job j join cron.job_run_details d on d.jobid = j.jobid'
     ' where j.jobname = any (pgque._job_names()) and j.database = pg_catalog.current_database()'
     '   and d.status in (''running'', ''succeeded'', ''failed'')'
@@ -570,34 +593,32 @@ begin
     failure := pg_catalog.concat_ws(' ', 'the last run failed', 'at ' || pg_catalog.date_trunc('seconds', v_run.start_time))
       || ': ' || pg_catalog.btrim(coalesce(v_run.return_message, 'see the server''s log'), E' \n');
     remedy := case
+      -- The launcher logs in as the owner, from the server's account of the operating
+      -- system.  A line in pg_hba.conf that lets it in could keep others out: the first
+      -- line that fits a login decides.
       when v_run.return_message ilike '%connect%' then pg_catalog.format(
-        -- The launcher connects as the server's user of the operating system.
-        case when v_run.nodename like '/%' then
-          'pg_cron cannot log in as role %1$s through the socket in %2$s. Put "local %4$s %1$s peer map=pgque" first into pg_hba.conf'
-          ' and "pgque postgres %1$s" into pg_ident.conf; select pg_reload_conf();'
-        else
-          'pg_cron cannot log in as role %1$s at %2$s. Let it use the socket: alter system set cron.host = %3$L; restart the server; select pgque.start();'
-        end
-        || ' Or: alter system set cron.use_background_workers = on; restart the server; with pg_cron 1.4 other jobs then wait for the ticker.',
-        pg_catalog.quote_ident(current_user), v_run.nodename,
-        coalesce((
-          select nullif(pg_catalog.btrim(pg_catalog.split_part(g.setting, ',', 1), ' "'), '')
-          from pg_catalog.pg_settings g where g.name = 'unix_socket_directories'), '/var/run/postgresql'),
-        pg_catalog.quote_ident(pg_catalog.current_database()))
+        'pg_cron cannot log in as role %1$I at %2$s. Let it run without a login: alter system set cron.use_background_workers = on; restart the server;'
+        ' with pg_cron 1.4 other jobs then wait for the ticker. Or: '
+        || case when v_run.nodename like '/%' then 'alter system set cron.host = ''localhost''; restart the server; select pgque.start(); and ' else '' end
+        || 'put the line "%3$s:*:*:%1$s:PASSWORD" into ~/.pgpass of the server''s account of the operating system (chmod 600).',
+        current_user, v_run.nodename, case when v_run.nodename like '/%' then 'localhost' else v_run.nodename end)
       when v_run.return_message ilike '%background%' or v_run.return_message ilike '%startup timeout%' then
         'alter system set max_worker_processes = 20 (one for each job that runs, and those of the server); restart the server.'
       else 'See select * from cron.job_run_details order by runid desc, and the server''s log.'
     end;
+  elsif v_run.status is null and v_recorded is null then
+    remedy := 'No run is recorded. If this stays so, see the server''s log: cron.log_run may be off.';
   end if;
 exception
   when insufficient_privilege or undefined_column then
-    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
+    remedy := pg_catalog.format('How runs end cannot be read: %s.', sqlerrm);
 end
 $$;
 
 create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
+  v_standby  boolean := pg_is_in_recovery();
   v_loop     int;
   v_jobs     text;
   v_failure  text;
@@ -622,7 +643,7 @@ begin
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');
-    if v_jobs is not null then
+    if v_jobs is not null and not v_standby then
       if v_loop is null then
         select c.failure, c.remedy into v_failure, v_remedy from pgque._cron_failure() c;
       else
@@ -637,8 +658,9 @@ begin
   end if;
   return next;
   component := 'ticker';
-  status := case when v_loop is null then 'stopped' else 'running' end;
+  status := case when v_standby then 'standby' when v_loop is null then 'stopped' else 'running' end;
   detail := coalesce('pid ' || v_loop, case
+      when v_standby then 'this server is a standby: the loop runs on its primary'
       when v_failure is not null then 'no loop runs: see scheduler'
       when v_jobs is not null then 'no loop runs yet: pg_cron starts one within seconds, with pg_cron 1.4 at the next full minute'
       else 'no loop runs: select pgque.start(), or pgque ticker'

@@ -136,11 +136,17 @@ begin
       perform pgque._hurry();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
-        execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_old using v_last.tick_time - interval '1 minute';
+        -- The last tick that is a minute old, found backwards, since a busy queue has too many
+        -- ticks to read; the first tick of a younger queue.
+        execute format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(v_queue.queue_id))
+        into v_old using pgque.clock() - interval '1 minute';
+        if v_old.tick_id is null then
+          v_old := pgque._find_tick(v_queue, 'earliest');
+        end if;
       end if;
       ticker_lag := pgque.clock() - v_last.tick_time;
-      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / nullif(extract(epoch from v_last.tick_time - v_old.tick_time), 0);
+      -- For a second at least: a burst after the creation is no rate.
+      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1);
       ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
       last_tick_id := v_last.tick_id;
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
@@ -162,7 +168,7 @@ begin
 end
 $$;
 comment on function pgque.get_queue_info(text, pgque.caller) is
-  'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute), ev_new (events '
+  'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute, or since the queue was created), ev_new (events '
   'since the last tick), last_tick_id. Values are NULL if another session has a table of the queue locked. Errors: PQ001 no such queue.';
 
 -- Returns the subscribers of a queue, or those of a name, each with its newest
@@ -243,6 +249,7 @@ declare
   v_sub  pgque.subscriber;
   v_pos  pgque.position;
   v_due  record;
+  v_now  timestamptz := pgque.clock();   -- no index is searched for the result of a volatile function
 begin
   if not p_blind and p_last.tick_id is null then
     p_last := pgque._last_tick(p_queue);
@@ -272,7 +279,7 @@ begin
         select coalesce(sum(w.n) filter (where w.behind), 0) as n, min(w.since) as since into v_due
         from (
           select count(*) as n, min(r.ev_retry_after) as since, r.ev_id <= v_pos.pos_event_seq as behind
-          from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock()
+          from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= v_now
           group by 3
           union all
           select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
@@ -283,7 +290,7 @@ begin
           from (
             select count(*) as n, r.ev_batch, r.ev_id <= v_pos.pos_event_seq as behind
             from pgque.retry_queue r
-            where v_sub.sub_role <> 'pool' and r.ev_owner = v_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+            where v_sub.sub_role <> 'pool' and r.ev_owner = v_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > v_now
             group by 2, 3
           ) r
           cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
@@ -361,13 +368,18 @@ comment on function pgque.get_consumer_info(text, text, pgque.caller) is
   'pending_events are NULL if another session has a table of the queue locked. A worker is named consumer.worker. Errors: PQ001 no such queue; PQ011 '
   'not subscribed.';
 
+-- Ids are read range by range, as in _messages_ahead().
 create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber;
   v_pos    pgque.position;
+  v_tick   pgque.tick;
   v_rows   text;
+  v_upto   bigint;
+  v_length bigint := greatest(100, n);
+  v_count  bigint;
   v_once   text := '';
   v_lapsed pgque.position;
 begin
@@ -379,11 +391,24 @@ begin
     v_sub := pgque._subscriber($1, $3, caller);
     v_pos := pgque._standing(v_sub, pgque._position(v_sub.sub_id));
   else
-    v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
+    v_tick := pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id));
+    v_pos.pos_snapshot := v_tick.tick_snapshot;
+    v_pos.pos_event_seq := v_tick.tick_event_seq;
   end if;
-  v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
-    || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), ''),
-    null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()));
+  loop
+    v_upto := greatest(v_upto, v_pos.pos_done_id, v_pos.pos_event_seq, 0) + v_length;
+    if v_upto >= pg_sequence_last_value(v_queue.queue_event_seq) is not false then
+      v_upto := null;
+    end if;
+    v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
+      || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), '')
+      || coalesce(' and e.ev_id <= ' || v_upto, ''),
+      null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()) * pgque._span_xids(v_queue, 0, v_upto));
+    exit when v_upto is null;
+    execute format('select count(distinct e.ev_id) from (%s) e', v_rows) into v_count;
+    exit when v_count >= $2;
+    v_length := 8 * v_length;
+  end loop;
   for v_lapsed in select (l.lease).* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
     -- After a move back, a row may be ahead of the position and in an expired batch.
     v_once := 'distinct on (e.ev_id, e.ev_txid, e.ev_retry)';
@@ -559,15 +584,7 @@ begin
       where c.co_queue in (0, p_queue.queue_id) and (p_consumer is null or c.co_name = p_consumer)
         and exists (select from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id)
     loop
-      return query execute pgque._limited_sql(
-        $q$
-        select d.ev_id, c.co_name, case when d.dl_held then 'failed' else 'dead' end,
-          d.ev_type, d.ev_data, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_time, null::timestamptz, greatest(d.dl_receives, d.ev_retry), coalesce(d.ev_retry, 0),
-          d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
-        from pgque.dead_letter d
-        cross join (select c.co_name from pgque.consumer c where c.co_id = $6) c
-        where d.dl_queue_id = $1 and d.dl_consumer_id = $6 and d.ev_id > $5 and ($4 is null or d.ev_id = $4)
-        $q$, p_where)
+      return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where)
       using p_queue.queue_id, v_now, p_limit, p_id, p_after, v_sub.sub_consumer;
     end loop;
   end if;
@@ -578,15 +595,14 @@ begin
         a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
-      where a.bucket between $1 * 100000::bigint and $1 * 100000::bigint + 99999 and a.ev_id > $5 and ($4 is null or a.ev_id = $4)
-      $q$, p_where)
+      where a.ev_id > $5 and ($4 is null or a.ev_id = $4) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
     using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
 end
 $$;
 
 -- Returns those of them that are in the log and that a consumer has not received.  It
--- reads ids range by range, each twice as long as the one before, until it has enough.
+-- reads ids range by range, each eight times as long as the one before, until it has enough.
 -- (No sequential scans: if a table was analyzed when it had only the first range, the
 -- planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
@@ -602,7 +618,7 @@ declare
   v_upto      bigint;
   v_and       text := '';
   v_xids      int8multirange := '{(,)}';
-  v_length    bigint := 2000;
+  v_length    bigint := greatest(100, least(p_limit, 2000));
   v_count     bigint;
   v_found     bigint := 0;
 begin
@@ -631,7 +647,7 @@ begin
     v_found := v_found + v_count;
     exit when v_upto is null or v_found >= p_limit;
     p_after := v_upto;
-    v_length := 2 * v_length;
+    v_length := 8 * v_length;
   end loop;
 end
 $$;
@@ -656,6 +672,19 @@ language sql immutable as $f$
     left join pgque.consumer c on c.co_id = s.sub_consumer
     where r.ev_queue = $1 and r.ev_id > $5 and ($4 is null or r.ev_id = $4)
     $q$
+$f$;
+
+-- Returns the query for those that are dead letters, with one more condition.
+create or replace function pgque._dead_messages_sql(p_and text) returns text
+language sql immutable as $f$
+  select $q$
+    select d.ev_id, c.co_name, case when d.dl_held then 'failed' else 'dead' end,
+      d.ev_type, d.ev_data, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_time, null::timestamptz, greatest(d.dl_receives, d.ev_retry), coalesce(d.ev_retry, 0),
+      d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
+    from pgque.dead_letter d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    where d.dl_queue_id = $1 and d.ev_id > $5 and ($4 is null or d.ev_id = $4)
+  $q$ || p_and
 $f$;
 
 -- Returns a query for rows of pgque.event as _messages() returns them for consumer $1.
@@ -694,7 +723,7 @@ create or replace function pgque.list_messages(
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set enable_sort = on set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_where  text;
@@ -709,6 +738,8 @@ begin
   v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
     'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
     pgque._matching_sql($9, 'pg_catalog.left(m.payload, 100000), m.headers::text, m.last_error'));
+  -- The planner takes a status for rare, and would read and sort the whole retry queue.
+  perform set_config('enable_sort', 'off', true) where $2 in ('retry', 'delayed') and coalesce($4, $5, $6) is null;
   return query
     select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
       m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id, m.dl_id
@@ -828,13 +859,20 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
-  return query
+  -- A message that was delivered again is in the retry queue or a dead letter.
+  return query execute format(
+    $q$
     select m.msg_id, m.consumer_name, m.receive_count, m.last_error, m.status, m.dl_id
-    from pgque._messages(v_queue, null, 100000) m
-    left join pgque.dead_letter d on d.dl_id = m.dl_id
-    where m.receive_count > m.retry_count + 1 or d.dl_reason = 'receive attempts used up'
+    from (
+      (%s)
+      union all
+      (%s)
+    ) m
     order by m.receive_count desc, m.msg_id
-    limit case when $2 < 0 then 0 else $2 end;
+    limit $7
+    $q$, pgque._limited_sql(pgque._waiting_messages_sql(), 'm.receive_count > m.retry_count + 1'),
+    pgque._limited_sql(pgque._dead_messages_sql($d$ and (greatest(d.dl_receives, d.ev_retry) > coalesce(d.ev_retry, 0) + 1 or d.dl_reason = 'receive attempts used up')$d$), 'true'))
+  using v_queue.queue_id, pgque.clock(), 100000, null::bigint, 0::bigint, null::int, case when $2 < 0 then 0 else $2 end;
 end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
@@ -896,7 +934,7 @@ language sql as $$
     join pg_catalog.pg_class c on c.oid = i.inhrelid
     where i.inhparent in ('pgque.event'::regclass, 'pgque.tick'::regclass)
   ), heap as materialized (
-    select c.oid, c.reltoastrelid, coalesce(l.queue_id, 0) as queue_id
+    select c.oid, coalesce(l.queue_id, 0) as queue_id
     from pg_catalog.pg_class c
     left join leaf l on l.inhrelid = c.oid
     where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r' and (p_queues is null or l.queue_id = any (p_queues))
@@ -906,18 +944,11 @@ language sql as $$
     join pg_catalog.pg_locks k on k.relation = h.oid
     where k.locktype = 'relation' and k.mode = 'AccessExclusiveLock' and k.granted and k.pid is distinct from pg_catalog.pg_backend_pid()
       and k.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-  ), part as (
-    select h.oid, h.queue_id from heap h
-    union all
-    select h.reltoastrelid, h.queue_id from heap h where h.reltoastrelid <> 0
   )
   select pg_catalog.jsonb_object_agg(s.queue_id, s.bytes)
   from (
-    select p.queue_id, pg_catalog.sum(pg_catalog.pg_relation_size(p.oid) + coalesce(x.bytes, 0)) as bytes
-    from part p
-    left join lateral (
-      select pg_catalog.sum(pg_catalog.pg_relation_size(i.indexrelid)) as bytes from pg_catalog.pg_index i where i.indrelid = p.oid
-    ) x on true
+    select p.queue_id, pg_catalog.sum(pg_catalog.pg_total_relation_size(p.oid)) as bytes
+    from heap p
     where p.queue_id not in (select h.queue_id from held h)
     group by p.queue_id
   ) s
@@ -1015,6 +1046,7 @@ create or replace function pgque._queue_metrics(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_last   pgque.tick := pgque._last_tick(p_queue);
+  v_now    timestamptz := pgque.clock();
   v_back   record;
   v_shown  int[];
 begin
@@ -1053,9 +1085,10 @@ begin
       cross join lateral pgque._held((p.sub).sub_id) o
       where cardinality((p.pos).pos_open) > 0
       union all
-      select r.ev_owner, 1
-      from pgque.retry_queue r
-      where r.ev_queue = p_queue.queue_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+      select s.sub_id, 1
+      from pgque.subscriber s
+      join pgque.retry_queue r on r.ev_owner = s.sub_id
+      where s.sub_queue = p_queue.queue_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now   -- by the index of held ones
     ) h
     left join pgque.subscriber s on s.sub_id = h.sub_id and s.sub_id = any (v_shown)
     left join pgque.consumer c on c.co_id = s.sub_consumer
@@ -1300,21 +1333,26 @@ begin
 end
 $$;
 
+-- The owner's index finds those that are due (hence + 0): a queue may have many others.
 create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], out status text, out detail text, out advice text)
-language sql as $$
-  select case when d.overdue > interval '1 minute' then 'fail' when d.overdue > interval '5 seconds' then 'warn' else 'ok' end,
-    d.n || ' due' || coalesce((
-      select pg_catalog.format(', %s wait for their consumers', count(*))
-      from pgque.subscriber s
-      join pgque.retry_queue r on r.ev_owner = s.sub_id
-      where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= pgque.clock()
-      having count(*) > 0), ''),
-    case when d.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end
-  from (
-    select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
-    from pgque.retry_queue r
-    where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner = any (p_pumped)
-  ) d
+language plpgsql as $$
+declare
+  v_now   timestamptz := pgque.clock();
+  v_due   record;
+  v_wait  bigint;
+begin
+  select count(*) as n, v_now - min(r.ev_retry_after) as overdue into v_due
+  from pg_catalog.unnest(p_pumped) o (id)
+  join pgque.retry_queue r on r.ev_owner = o.id
+  where r.ev_queue + 0 = p_queue.queue_id and r.ev_retry_after < v_now;
+  select count(*) into v_wait
+  from pgque.subscriber s
+  join pgque.retry_queue r on r.ev_owner = s.sub_id
+  where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= v_now;
+  status := case when v_due.overdue > interval '1 minute' then 'fail' when v_due.overdue > interval '5 seconds' then 'warn' else 'ok' end;
+  detail := v_due.n || ' due' || case when v_wait > 0 then pg_catalog.format(', %s wait for their consumers', v_wait) else '' end;
+  advice := case when v_due.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end;
+end
 $$;
 
 -- Checks whether workers have had messages for much longer than a lease lasts: the
@@ -1335,7 +1373,7 @@ begin
     select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._held(s.sub_id) o where o.until > v_now
     union all
     select l.pos_worker, l.pos_time
-    from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after > v_now) b
+    from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now) b
     cross join lateral pgque._lease(s.sub_id, b.id) l
   ) h
   where s.sub_role = 'pool'
@@ -1548,13 +1586,17 @@ begin
     when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. Or have a scheduler call ticker() and maint().'
     else 'select pgque.start(). Or have a scheduler call ticker() and maint().'
   end;
+  if pg_is_in_recovery() then
+    check_name := 'standby'; status := 'ok'; advice := null;
+    detail := 'this server is a standby: its queues follow the primary, which runs the ticker';
+  end if;
   -- If queues wait for the ticker, its check is before theirs.
   return query
     with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
     waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
     select f.check_name, f.queue, f.status, f.detail, f.advice
     from (
-      select 'ticker' as check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
+      select health.check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
         health.detail || case when health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
         health.advice, 0 as ordinality
       from waits w

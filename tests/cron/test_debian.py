@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -40,16 +46,22 @@ class Debian:
     """A server with Debian's pg_hba.conf, and the database of pg_cron and pgque in it."""
 
     process: embedded.Server
-    role: str
+    owner: str
+    account: str  # of the server in the operating system, and a superuser's name
+    home: Path  # of that account
 
-    @property
-    def dsn(self) -> str:
-        """Return how somebody who has a password comes in."""
-        return make_conninfo(self.process.tcp_dsn, dbname=DATABASE, user=self.role)
+    def connect(self, role: str | None = None, **path: str) -> psycopg.Connection[tuple[Any, ...]]:
+        """Return a new autocommit connection of a role, the owner's if none is named, by its password."""
+        dsn = make_conninfo(self.process.tcp_dsn, dbname=DATABASE, user=role or self.owner, **path)
+        return psycopg.connect(dsn, autocommit=True)
 
-    def connect(self) -> psycopg.Connection[tuple[Any, ...]]:
-        """Return a new autocommit connection."""
-        return psycopg.connect(self.dsn, autocommit=True)
+    def ways_in(self) -> set[tuple[str, str]]:
+        """Return the roles that can log in, and through what."""
+        found = set()
+        for role, path in product((self.owner, self.account), ("127.0.0.1", str(self.process.socket_dir))):
+            with contextlib.suppress(psycopg.OperationalError), self.connect(role, host=path):
+                found.add((role, path))
+        return found
 
     def status(self, component: str) -> tuple[str, str]:
         """Return status and detail of a component."""
@@ -64,34 +76,64 @@ class Debian:
         """Restart, after which every version of pg_cron begins our jobs at once."""
         self.process.restart()
 
+    def follow(self, advice: str) -> None:
+        """Do what the advice says, word by word."""
+        entry = re.search(r'"([^"]*):PASSWORD"', advice)
+        if entry:
+            passwords = self.home / ".pgpass"
+            passwords.write_text(f"{entry[1]}:{self.process.password}\n")
+            passwords.chmod(0o600)
+            shutil.chown(passwords, self.account)
+        for pattern in (r"alter system set [^;]*", r"select pgque[^;]*"):
+            with self.connect(self.account) as connection:
+                for statement in re.findall(pattern, advice):
+                    connection.execute(statement.encode())
+            self.process.restart()
 
-@pytest.fixture
-def debian() -> Iterator[Debian]:
+
+@pytest.fixture(params=["ordinary"])
+def debian(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Debian]:
+    """A server where an ordinary role owns pgque, as README has it, or with "account" a superuser."""
     binaries = servers.cron_binaries()
     if binaries is None:
         pytest.skip("no server with pg_cron")
     settings = {**servers.TEST_SETTINGS, "timezone": "UTC", "cron.host": "localhost"}
     settings["cron.database_name"] = DATABASE
-    with embedded.start(
-        binaries.bindir, preload=["pg_cron"], settings={**settings, "max_worker_processes": "20"}
-    ) as process:
-        # Peer knows the role of the server's own user; on Debian that is postgres.
-        user = process.data_dir.owner()
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pgque-home-")))
+        monkeypatch.setenv("HOME", str(home))
+        process = stack.enter_context(
+            embedded.start(
+                binaries.bindir, preload=["pg_cron"], settings={**settings, "max_worker_processes": "20"}
+            )
+        )
+        # Peer knows the role of the server's own account; on Debian that is postgres.
+        account = process.data_dir.owner()
+        shutil.chown(home, account)
+        owner = account if request.param == "account" else "boss"
         with psycopg.connect(process.dsn, autocommit=True) as admin:
-            if user != "postgres":
-                admin.execute(
-                    sql.SQL("create role {} superuser login password {}").format(
-                        sql.Identifier(user), sql.Literal(process.password)
+            for role, options in ((account, "superuser"), ("boss", "createdb createrole")):
+                if role != "postgres":
+                    admin.execute(
+                        sql.SQL("create role {} login password {} " + options).format(
+                            sql.Identifier(role), sql.Literal(process.password)
+                        )
                     )
-                )
-            admin.execute(sql.SQL("create database {}").format(sql.Identifier(DATABASE)))
-        (process.data_dir / "pg_hba.conf").write_text(DEBIAN_HBA)
+        # Whoever administers this server lets boss use its password through the socket, too.
+        (process.data_dir / "pg_hba.conf").write_text("local all boss scram-sha-256\n" + DEBIAN_HBA)
         process.restart()
-        server = Debian(process, user)
-        with server.connect() as connection:
-            connection.execute("create extension pg_cron")
-        with psycopg.connect(server.dsn) as install:
+        server = Debian(process, owner, account, home)
+        with psycopg.connect(make_conninfo(process.tcp_dsn, user=owner), autocommit=True) as creator:
+            creator.execute(sql.SQL("create database {}").format(sql.Identifier(DATABASE)))
+        with server.connect() as install, install.transaction():
             install.execute(servers.SQL_FILE.read_bytes())
+        with server.connect(account) as admin:
+            admin.execute("create extension pg_cron")
+        if owner != account:
+            with server.connect() as connection, pytest.raises(psycopg.Error) as caught:
+                connection.execute("select pgque.start()")
+            with server.connect(account) as admin:
+                admin.execute((caught.value.diag.message_hint or "").encode())
         yield server
 
 
@@ -128,72 +170,55 @@ def ticks(debian: Debian, wait_until: WaitUntil) -> None:
         assert connection.execute(check).fetchone() == ("ok", None)
 
 
-@pytest.mark.parametrize("remedy", ["socket", "workers"])
-def test_status_and_health_name_the_failed_run_and_a_remedy_that_works(
-    debian: Debian, wait_until: WaitUntil, remedy: str
+@pytest.mark.parametrize(
+    ("debian", "host", "remedy"),
+    [
+        ("ordinary", "socket", "workers"),
+        ("ordinary", "socket", "password"),
+        ("ordinary", "localhost", "password"),
+        ("account", "localhost", "workers"),
+    ],
+    indirect=["debian"],
+)
+def test_status_and_health_name_the_failed_run_and_a_remedy_that_works_and_takes_no_login_away(
+    debian: Debian, wait_until: WaitUntil, host: str, remedy: str
 ) -> None:
+    if host == "socket":
+        with debian.connect(debian.account) as connection:
+            connection.execute(
+                sql.SQL("alter system set cron.host = {}").format(sql.Literal(str(debian.process.socket_dir)))
+            )
+        debian.process.restart()
+    before = debian.ways_in()
     advice = fails(debian, wait_until)
-    socket, workers = advice.split(" Or: ")
-    chosen = socket if remedy == "socket" else workers
-    with debian.connect() as connection:
-        for statement in re.findall(r"alter system set [^;]*", chosen):
-            connection.execute(statement.encode())
-    debian.process.restart()
-    with debian.connect() as connection:
-        for statement in re.findall(r"select pgque[^;]*", chosen):
-            connection.execute(statement.encode())
+    workers, password = advice.split(" Or: ")
+    debian.follow(workers if remedy == "workers" else password)
     ticks(debian, wait_until)
+    assert debian.ways_in() == before
+    assert len(before) == (1 if debian.owner == debian.account else 3)
 
 
 def test_the_settings_and_statements_of_the_page_make_it_tick(debian: Debian, wait_until: WaitUntil) -> None:
     text = (servers.REPOSITORY / "python" / "docs" / "ticker.md").read_text()
     section = text[text.index("## pg_cron") : text.index("## The program")]
-    settings = dict(re.findall(r"^([\w.]+) = '(.*)'$", section, re.MULTILINE))
+    settings = dict(re.findall(r"^([\w.]+) = '?(.*?)'?$", section, re.MULTILINE))
     assert settings == {
         "shared_preload_libraries": "pg_cron",
         "cron.database_name": "mydb",
-        "cron.host": "/var/run/postgresql",
+        "cron.use_background_workers": "on",
     }
-    statements = re.findall(r"-c '([^']*)'", section)
-    with debian.connect() as connection:
+    with debian.connect(debian.account) as connection:
         connection.execute("drop extension pg_cron")
-        connection.execute(
-            sql.SQL("alter system set cron.host = {}").format(sql.Literal(str(debian.process.socket_dir)))
-        )
+        connection.execute("alter system set cron.use_background_workers = on")
     debian.process.restart()
-    with debian.connect() as connection:
-        for statement in statements:
-            connection.execute(statement.encode())
+    for line in section.splitlines():
+        statements = re.findall(r"-c (?:'([^']*)'|\"((?:[^\"\\]|\\.)*)\")", line)
+        with debian.connect(debian.account if "-u postgres" in line else None) as connection:
+            for plain, quoted in statements:
+                connection.execute(
+                    (plain or quoted).replace("\\", "").replace("$USER", debian.owner).encode()
+                )
     ticks(debian, wait_until)
-
-
-def test_an_owner_whom_peer_does_not_know_is_told_the_two_lines_that_let_it_in(
-    debian: Debian, wait_until: WaitUntil
-) -> None:
-    """The launcher comes through the socket as the server's own user, not as the owner of pgque."""
-    with debian.connect() as connection:
-        connection.execute("select pgque.uninstall()")
-        connection.execute(
-            sql.SQL("create role app superuser login password {}").format(
-                sql.Literal(debian.process.password)
-            )
-        )
-        connection.execute(
-            sql.SQL("alter system set cron.host = {}").format(sql.Literal(str(debian.process.socket_dir)))
-        )
-    app = Debian(debian.process, "app")
-    with psycopg.connect(app.dsn) as install:
-        install.execute(servers.SQL_FILE.read_bytes())
-    debian.process.restart()
-    advice = fails(app, wait_until)
-    hba, ident = re.findall(r'"([^"]*)"', advice)
-    for name, line in (
-        ("pg_hba.conf", hba),
-        ("pg_ident.conf", ident.replace(" postgres ", f" {debian.role} ")),
-    ):
-        path = debian.process.data_dir / name
-        path.write_text(f"{line}\n{path.read_text()}")
-    ticks(app, wait_until)
 
 
 def test_the_failed_connections_of_a_bad_night_are_cleared_away(
@@ -201,7 +226,7 @@ def test_the_failed_connections_of_a_bad_night_are_cleared_away(
 ) -> None:
     """They have no time, so their age says nothing."""
     fails(debian, wait_until)
-    with debian.connect() as connection:
+    with debian.connect(debian.account) as connection:
         connection.execute(
             "insert into cron.job_run_details (jobid, username, status)"
             " select j.jobid, j.username, 'failed' from cron.job j, generate_series(1, 3000)"
@@ -216,10 +241,19 @@ def test_the_failed_connections_of_a_bad_night_are_cleared_away(
 @pytest.mark.parametrize("works", [False, True], ids=["connection refused", "works"])
 def test_pgque_start_waits_for_the_first_tick_and_says_what_it_found(debian: Debian, works: bool) -> None:
     if works:
-        with debian.connect() as connection:
+        with debian.connect(debian.account) as connection:
             connection.execute("alter system set cron.use_background_workers = on")
         debian.process.restart()
-    command = [sys.executable, "-m", "pgque.cli", "start", "--wait", "75s", "--dsn", debian.dsn]
+    command = [
+        sys.executable,
+        "-m",
+        "pgque.cli",
+        "start",
+        "--wait",
+        "75s",
+        "--dsn",
+        make_conninfo(debian.process.tcp_dsn, dbname=DATABASE, user=debian.owner),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == (0 if works else 3), said
@@ -227,4 +261,4 @@ def test_pgque_start_waits_for_the_first_tick_and_says_what_it_found(debian: Deb
         assert "ticking" in done.stdout
     else:
         assert re.search(r"connection\s+failed", said)
-        assert "cron.host" in said
+        assert "cron.use_background_workers" in said

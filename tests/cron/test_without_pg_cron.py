@@ -40,11 +40,16 @@ def test_a_role_that_is_no_superuser_installs_on_a_new_server_grants_and_ticks(
     bindir = server.process.binaries.bindir if server.process is not None else None
     with embedded.start(bindir, settings=TEST_SETTINGS) as new:
         with psycopg.connect(new.dsn, autocommit=True) as admin:
-            admin.execute("create role boss login createrole createdb password 'boss'")
+            admin.execute("create role boss login createdb password 'boss'")
             admin.execute("create database app owner boss")
             admin.execute("create role shop login password 'shop'")
         app = new.tcp_dsn
         boss = make_conninfo(app, user="boss", password="boss", dbname="app")
+        with psycopg.connect(boss) as conn, pytest.raises(psycopg.Error, match="may not create") as caught:
+            conn.execute(SQL_FILE.read_bytes())
+        with psycopg.connect(new.dsn, autocommit=True) as admin:
+            hint = caught.value.diag.message_hint or ""
+            admin.execute(hint.split(": ")[1].split(";")[0].encode())
         with psycopg.connect(boss) as conn:
             conn.execute(SQL_FILE.read_bytes())
             conn.execute("select pgque.create_queue('orders'), pgque.subscribe('orders', 'billing')")

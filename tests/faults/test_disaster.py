@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -478,7 +479,7 @@ LOOKS = [
     "select pgque.next_tick('plain', pgque.tick_for('plain', 'earliest'), 5)",
     "select * from pgque.split_window('plain', pgque.tick_for('plain', 'earliest'), pgque.tick_for('plain', 'latest'), 3)",
     "select metric, queue, consumer from pgque.metrics() order by 1, 2, 3",
-    "select check_name, queue, status from pgque.health() where check_name <> 'ticks' order by 1, 2",
+    "select check_name, queue, status from pgque.health() where check_name not in ('ticker', 'standby', 'ticks') order by 1, 2",
     "select component from pgque.status()",
     "select * from pgque.queue_config('plain')",
     "select * from pgque.list_workers()",
@@ -526,8 +527,35 @@ def test_a_standby_answers_who_looks_and_refuses_who_changes(pair: Pair) -> None
         "select pgque.create_queue('new')",
     ):
         refused("25006", rows, standby, change)
-    # The loop says so at once, and does not go round a server that will never let it.
-    refused("25006", rows, standby, "call pgque.ticker_loop('1 second')")
+    for change in (
+        "select pgque.send('plain', 'x'::text)",
+        "select pgque.send('plain', 't', 'x'::text, key => 'k', delay => '1 hour')",
+        "select pgque.send_batch('plain', 't', array['x'])",
+        "select pgque.send_batch('plain', 't', array['x'], keys => array['k'])",
+        # The loop says so at once, and does not go round a server that will never let it.
+        "call pgque.ticker_loop('1 second')",
+    ):
+        refusal = refused("25006", rows, standby, change)
+        assert "this server is a standby" in str(refusal), change
+        assert "Connect to the primary" in (refusal.diag.message_hint or ""), change
+    with pytest.raises(pgque.PgqueError, match="Connect to the primary"):
+        pgque.PgqueClient(standby).receive("plain", "d")
+    assert value(standby, "select status from pgque.status() where component = 'ticker'") == "standby"
+    checks = rows(standby, "select check_name, status, advice from pgque.health() where queue is null")
+    assert ("standby", "ok", None) in checks
+    assert "ticker" not in {check[0] for check in checks}
+    program = [sys.executable, "-m", "pgque.cli"]
+    shown = subprocess.run(
+        [*program, "health", "--dsn", pair.standby.dsn], capture_output=True, text=True, check=False
+    )
+    assert "this server is a standby" in " ".join(shown.stdout.split())
+    ticker = subprocess.Popen(
+        [*program, "ticker", "--quiet", "--dsn", pair.standby.dsn], stderr=subprocess.PIPE, text=True
+    )
+    assert ticker.stderr is not None
+    assert "this server is a standby" in ticker.stderr.readline()
+    ticker.terminate()
+    ticker.communicate(timeout=20)
 
     # Every other function: with arguments that fit, nothing but an answer or a plain no.
     fuzzer.conn = standby

@@ -102,6 +102,12 @@ def test_a_message_goes_from_send_to_receive(
     assert [m["payload"] for m in rest] == ["two\nlines", "a", "b"]
     assert [str(m["msg_id"]) for m in rest[1:]] == last
     run("receive", queue, "c", "--dsn", dsn, code=3)
+    # What was acknowledged is delivered again: the queue is younger than a day.
+    assert "continues after tick 1\n" in run("seek", queue, "c", "--ago", "1d", "--dsn", dsn)
+    assert run("receive", queue, "c", "--max", "1", "--dsn", dsn) == '{"id": 1}\n'
+    run("seek", queue, "c", "--at", "9999-01-01", "--dsn", dsn)
+    run("receive", queue, "c", "--dsn", dsn, code=3)
+    run("seek", queue, "c", "--dsn", dsn, code=2)
 
 
 def test_the_database_can_come_from_the_environment(dsn: str, queue: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -13,6 +15,9 @@ import pytest
 from psycopg_pool import ConnectionPool
 
 import pgque
+from pgque.exporter import render
+from pgque.install import uninstall
+from pgque.ticker import run_ticker
 
 Tick = Callable[[str], int | None]
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -515,3 +520,50 @@ def test_values_are_frozen_and_have_no_dict() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         message.payload = "y"  # type: ignore[misc]
     assert not hasattr(message, "__dict__")
+
+
+def test_the_variable_pgque_dsn_counts_wherever_no_connection_string_is_given(
+    own_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGQUE_DSN", own_dsn)
+    monkeypatch.setenv("PGHOST", "/nowhere")
+    with pgque.connect() as client:
+        client.create_queue("q")
+        client.subscribe("q", "c")
+        client.subscribe("q", "pool")
+        client.send("q", "m")
+
+    async def version() -> str:
+        async with await pgque.connect_async() as there:
+            return await there.version()
+
+    assert asyncio.run(version()) == pgque.__version__
+    ticking = threading.Event()
+    ticker = threading.Thread(target=run_ticker, args=("", ticking))
+    ticker.start()
+    seen: list[str | None] = []
+    try:
+        with pgque.PgqueClient.connect(autocommit=True) as client:
+            while client.get_queue_info("q")[0].ev_new:
+                assert ticker.is_alive()
+        worker = pgque.Worker("", queue="q", consumer="pool")
+        worker.handler("*")(lambda message: seen.append(message.payload))
+        worker.run(until_idle=True)
+        consumer = pgque.Consumer("", queue="q", consumer="c")
+
+        @consumer.handler("*")
+        def handle(message: pgque.Message) -> None:
+            seen.append(message.payload)
+            consumer.stop()
+
+        consumer.run()
+    finally:
+        ticking.set()
+        ticker.join(20)
+    assert seen == ["m", "m"]
+    assert b"pgque_queue_events_total" in render()
+    uninstall()
+    with pytest.raises(pgque.PgqueVersionError):
+        pgque.connect()
+    with pytest.raises(pgque.PgqueConnectionError, match="/elsewhere"):
+        pgque.connect("host=/elsewhere")

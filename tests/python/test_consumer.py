@@ -1392,7 +1392,7 @@ def test_what_is_done_is_finished_though_the_next_batch_is_out_of_reach(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, conn: Connection, reader: Any
 ) -> None:
     seen: list[int] = []
-    takes = "function pgque.receive(text, text, int, text, interval, bigint, pgque.caller)"
+    takes = "function pgque.receive(text, text, int, text, interval, bigint, bigint, pgque.caller)"
     consumer = pgque.Consumer(reader.dsn, queue=subscribed, name="c", max_messages=1)
 
     @consumer.on("*")

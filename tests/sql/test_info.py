@@ -101,7 +101,19 @@ def test_queue_info_tells_settings_and_figures(own: Connection) -> None:
     assert 8 < rate < 13
     assert new == 0
     move_clock(own, "70 seconds")
+    assert value(own, "select ev_per_sec from pgque.get_queue_info('q')") == 0
     assert 59 < value(own, "select extract(epoch from ticker_lag) from pgque.get_queue_info('q')") < 65
+
+
+def test_a_burst_after_the_creation_of_a_queue_is_no_rate(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    send_many(own, "q", 400)
+    tick(own, "q")
+    assert value(own, "select ev_per_sec from pgque.get_queue_info('q')") <= 400
+    move_clock(own, "40 seconds")
+    assert 9 < value(own, "select ev_per_sec from pgque.get_queue_info('q')") <= 10
+    tick(own, "q")
+    assert 9 < value(own, "select ev_per_sec from pgque.get_queue_info('q')") <= 10
 
 
 def test_consumer_info_tells_lag_and_pending_events(own: Connection) -> None:

@@ -53,6 +53,7 @@ NEEDS = {
         "select pgque.tick_for({q}, 'latest')",
         "select * from pgque.read_window({q}, 1, 1)",
         "select pgque.seek({q}, 'd', 1)",
+        "select pgque.seek_to_time({q}, 'd', now())",
         "select pgque.open_stream({q}, 'd')",
         "select * from pgque.receive_coop({q}, 'g', 's')",
         "select pgque.next_batch({q}, 'g', 's', '1 s')",
@@ -828,7 +829,17 @@ def test_a_trigger_sends_with_the_rights_of_who_changes_the_table(roles: Any, ow
             )
         session.execute(b"insert into app.t values (1)")
         refused(DENIED, rows, session, "insert into app.u values (1)")
+        session.execute(b"grant usage on schema app to public; grant insert on app.t to public")
     assert value(own, "select count(*) from pgque.peek('one')") == 1
+    for number, stranger in enumerate(
+        (roles(dbname=own.info.dbname), roles("reader", dbname=own.info.dbname)), 2
+    ):
+        with psycopg.connect(stranger.dsn, autocommit=True) as session:
+            error = refused(DENIED, rows, session, f"insert into app.t values ({number})")
+            assert "table app.t" in str(error)
+            own.execute((error.diag.message_hint or "").split(";")[0].encode())
+            session.execute(f"insert into app.t values ({number})".encode())
+    assert value(own, "select count(*) from pgque.peek('one')") == 3
 
 
 def test_a_stranger_does_not_hear_that_a_queue_is_full(

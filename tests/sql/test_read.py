@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -758,7 +760,7 @@ def test_what_is_no_start_is_refused(conn: Connection, subscribed: str) -> None:
         refused("PQ005", tick_for, conn, subscribed, nonsense)
         refused("PQ005", open_stream, conn, subscribed, "new", nonsense)
         refused("PQ005", rows, conn, "select pgque.subscribe(%s, 'new', %s)", subscribed, nonsense)
-    for extreme in ("infinity", "-infinity"):
+    for extreme in ("infinity", "0001-01-01"):
         try:
             assert tick_for(conn, subscribed, extreme) in (last, tick_for(conn, subscribed, "earliest"))
         except psycopg.Error as error:
@@ -794,6 +796,45 @@ def test_a_seek_moves_forward_only_unless_it_is_forced(conn: Connection, subscri
     refused("PQ001", seek, conn, "no " + subscribed, t[1])
     assert value(conn, "select pgque.seek(%s, 'c', %s, null)", subscribed, t[1]) == t[3]
     assert seek(conn, subscribed, t[3]) == t[3]
+
+
+def test_a_seek_to_a_time_delivers_all_that_was_sent_since_and_says_what_is_no_longer_there(
+    conn: Connection, subscribed: str
+) -> None:
+    move = "select pgque.seek_to_time(%s, %s, %s)"
+
+    def time_of(tick: int) -> datetime:
+        found: datetime = value(
+            conn, "select t.tick_time from pgque.tick t where t.tick_id = %s and t.tick_queue ="
+            " (select q.queue_id from pgque.queue q where q.queue_name = %s)", tick, subscribed,
+        )  # fmt: skip
+        return found
+
+    t = ticks_of(conn, subscribed, [10, 10, 10])
+    everything = drain(conn, subscribed)
+    created = time_of(tick_for(conn, subscribed, "earliest"))
+    between = time_of(t[1]) + (time_of(t[2]) - time_of(t[1])) / 2
+    assert value(conn, move, subscribed, "c", between) == t[1]
+    assert drain(conn, subscribed) == window(conn, subscribed, t[1], t[3])
+    assert value(conn, move, subscribed, "c", time_of(t[2])) == t[2]
+    assert value(conn, move, subscribed, "c", "9999-01-01") == t[3]
+    # The queue is not older than that: all its messages are there.
+    for long_ago in (created - timedelta(days=1), "0001-01-01"):
+        assert value(conn, move, subscribed, "c", long_ago) < t[1]
+        assert drain(conn, subscribed) == everything
+    for _ in range(4):
+        send(conn, subscribed)
+        seek(conn, subscribed, forced_tick(conn, subscribed))
+        rotate(conn, subscribed)
+    error = refused("PQ015", value, conn, move, subscribed, "c", between)
+    statement = re.search(r"select pgque\.seek_to_time\([^;]*", error.diag.message_hint or "")
+    assert statement is not None
+    assert value(conn, statement[0]) == tick_for(conn, subscribed, "earliest")
+    refused("PQ005", value, conn, move, subscribed, "c", None)
+    refused("PQ011", value, conn, move, subscribed, "nobody", between)
+    refused("PQ001", value, conn, move, "no " + subscribed, "c", between)
+    value(conn, "select pgque.register_subconsumer(%s, 'c', 'w', true)", subscribed)
+    refused("PQ005", value, conn, move, subscribed, "c", "9999-01-01")
 
 
 def test_a_seek_drops_an_open_batch_and_its_token_is_worth_nothing(conn: Connection, subscribed: str) -> None:

@@ -17,6 +17,7 @@ from sql.helpers import (
     forced_tick,
     leaf,
     receive,
+    refused,
     rotate,
     rows,
     send,
@@ -67,6 +68,7 @@ def fill(conn: Connection) -> None:
         tick(conn, queue)
         (message,) = receive(conn, queue)
         assert ack(conn, message.batch_id) == 1
+    value(conn, "select pgque.maint_tables()")
     assert value(conn, "select count(*) from pg_inherits where inhparent = 'pgque.archive'::regclass") >= 2
 
 
@@ -423,3 +425,27 @@ def test_a_transaction_that_is_older_than_the_upgrade_is_told_to_retry_and_not_t
     other.execute("set transaction isolation level repeatable read")
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         send(other, "q")
+
+
+def test_grant_queue_of_an_owner_who_may_not_hand_out_roles_names_the_grant_that_lets_it(
+    dsn: str, roles: Any, fresh_dsn: str
+) -> None:
+    """The roles belong to whoever installed first on this server."""
+    second, shop = roles(), roles()
+    database = psycopg.conninfo.conninfo_to_dict(fresh_dsn)["dbname"]
+    with psycopg.connect(dsn, autocommit=True) as admin:
+        if admin.info.server_version >= 160000:  # earlier, CREATEROLE is enough
+            admin.execute(f"alter role {second.name} createrole".encode())
+        admin.execute(f"grant create on database {database} to {second.name}".encode())
+        second_dsn = psycopg.conninfo.make_conninfo(second.dsn, dbname=database)
+        install(second_dsn)
+        with psycopg.connect(second_dsn, autocommit=True) as conn:
+            value(conn, "select pgque.create_queue('q')")
+            grant = "select pgque.grant_queue('q', %s, 'produce')"
+            error = refused("42501", value, conn, grant, shop.name)
+            assert f"{second.name}, the owner of pgque, may not make {shop.name} a member" in str(error)
+            hint = error.diag.message_hint or ""
+            admin.execute(hint.split(": ")[1].split(";")[0].encode())
+            assert value(conn, grant, shop.name) == 1
+    with psycopg.connect(psycopg.conninfo.make_conninfo(shop.dsn, dbname=database)) as conn:
+        assert send(conn, "q")

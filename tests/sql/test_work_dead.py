@@ -323,7 +323,7 @@ def three_kinds(own: Connection) -> Connection:
     forced_tick(own, "q")
     for consumer, count in (("c", 6), ("d", 3)):
         for number, message in enumerate(receive(own, "q", consumer, count)):
-            reason = ("no order 17", "no order 18", "timeout after 3 s", None)[number % 4]
+            reason = ("no order 17 in utf-8", "no order 18 in utf-8", "timeout after 3 s", None)[number % 4]
             rows(
                 own,
                 "select * from pgque.dead(%s, array[%s::bigint], %s)",
@@ -337,14 +337,14 @@ def three_kinds(own: Connection) -> Connection:
 def test_dead_letters_are_counted_by_reason_whatever_numbers_it_has(three_kinds: Connection) -> None:
     found = rows(three_kinds, "select consumer_name, reason, dead_letters, held from pgque.dlq_reasons('q')")
     assert found == [
-        ("c", "no order N", 4, 0),
-        ("d", "no order N", 2, 0),
+        ("c", "no order N in utf-8", 4, 0),
+        ("d", "no order N in utf-8", 2, 0),
         ("c", "dead", 1, 0),
         ("c", "timeout after N s", 1, 0),
         ("d", "timeout after N s", 1, 0),
     ]
     newest = column(
-        three_kinds, "select newest_dl_id from pgque.dlq_reasons('q') where reason = 'no order N'"
+        three_kinds, "select newest_dl_id from pgque.dlq_reasons('q') where reason = 'no order N in utf-8'"
     )
     assert sorted(newest) == column(
         three_kinds,
@@ -365,7 +365,7 @@ def test_all_dead_letters_of_one_reason_are_requeued_replayed_or_purged_and_no_o
     three_kinds: Connection, call: str
 ) -> None:
     assert value(three_kinds, call, "no such reason") == 0
-    assert value(three_kinds, call, "no order N") == 6
+    assert value(three_kinds, call, "no order N in utf-8") == 6
     left = "select dl_reason from pgque.dlq_inspect('q') order by 1"
     assert column(three_kinds, left) == ["dead", "timeout after 3 s", "timeout after 3 s"]
     assert value(three_kinds, call, "dead") == 1

@@ -112,6 +112,9 @@ select * from pgque.archive(:batch, array[:msg_id]);
 -- seek
 select pgque.seek('orders', 'billing', :from_tick, force => true);
 
+-- seek_to_time
+select pgque.seek_to_time('orders', 'billing', now() - interval '1 day');
+
 -- unsubscribe
 select pgque.unsubscribe('orders', 'billing');
 

@@ -259,18 +259,22 @@ def _array(ids: Sequence[int] | None) -> str | None:
     return None if ids is None else f"{{{','.join(map(str, ids))}}}"
 
 
-def receive(queue: str, consumer: str, worker: str, count: int, visibility_timeout: Seconds) -> Statement:
+def receive(
+    queue: str, consumer: str, worker: str, count: int, visibility_timeout: Seconds, max_bytes: int | None
+) -> Statement:
     """Return the statement that receives messages for a worker."""
     return (
         f"select {columns(Message, 'm')} from {_ASYNC_COMMIT},"
         " lateral pgque.receive(%(queue)s::text, %(consumer)s::text, %(max)s::int,"
-        " worker => %(worker)s::text, visibility_timeout => %(timeout)s::interval) as m",
+        " worker => %(worker)s::text, visibility_timeout => %(timeout)s::interval,"
+        " max_bytes => %(bytes)s::bigint) as m",
         {
             "queue": queue,
             "consumer": consumer,
             "max": count,
             "worker": worker,
             "timeout": _encode.interval(visibility_timeout),
+            "bytes": max_bytes,
         },
     )
 

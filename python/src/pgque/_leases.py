@@ -172,7 +172,7 @@ class _Keeper:
                 continue
             self._needed_at = now
             if self._client is None:
-                self._client = open_client(self._dsn, "pgque leases")
+                self._client = open_client(self._dsn, "pgque leases", read_committed=True)
                 self._logged = None
             if age >= _EXTEND_AFTER * holder.seconds:
                 self._extend(self._client, lease, now, _CHECK_EVERY * holder.seconds)

@@ -9,6 +9,7 @@ import click
 
 from ._cli import (
     confirm,
+    connect,
     dsn_option,
     dump,
     echo,
@@ -20,7 +21,6 @@ from ._cli import (
     print_table,
     yes_option,
 )
-from .client import connect
 
 # -- queues ------------------------------------------------------------------
 
@@ -425,6 +425,24 @@ def archive_purge(dsn: str, queue: str, older_than: timedelta) -> None:
     echo(f"{count} days dropped")
 
 
+# -- consumers ----------------------------------------------------------------
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("consumer")
+@click.option("--at", type=click.DateTime(), help="To this time, in local time.")
+@length_option("--ago", "To the time this long ago.")
+def seek(dsn: str, queue: str, consumer: str, at: datetime | None, ago: timedelta | None) -> None:
+    """Move a consumer back or forward to a time: it receives again what was sent later."""
+    if (at is None) == (ago is None):
+        raise click.UsageError("give either --at or --ago")
+    with connect(dsn) as client:
+        tick = client.seek_to_time(queue, consumer, at or datetime.now(timezone.utc) - (ago or timedelta()))
+    echo(f"consumer {consumer} of queue {queue} continues after tick {tick}")
+
+
 COMMANDS: list[click.Command] = [
     archive,
     config,
@@ -444,6 +462,7 @@ COMMANDS: list[click.Command] = [
     revoke,
     resume,
     schedule,
+    seek,
     share,
     unshare,
     workers,

@@ -18,6 +18,7 @@ from .top.source import Overview, Source
 from .types import HealthCheck
 
 LEAST_INTERVAL = timedelta(seconds=1)
+BETWEEN = 1.0  # seconds between the two readings of --once
 
 
 def _interactive() -> bool:
@@ -29,6 +30,9 @@ def _interactive() -> bool:
 async def _read(dsn: str) -> Overview:
     source = Source(dsn, read_only=True)
     try:
+        # The rate of what leaves is the difference of two readings.
+        await source.overview()
+        await asyncio.sleep(BETWEEN)
         return await source.overview()
     finally:
         await source.close()

@@ -69,7 +69,7 @@ def web(
     from .web import app
 
     site = app(
-        dsns or os.environ.get("PGQUE_DSN", ""),
+        dsns or "",
         path_prefix=path_prefix,
         read_only=read_only,
         hide_payloads=hide_payloads,

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import psycopg
@@ -21,15 +23,17 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from . import _otel, _payloads, _telemetry
 from ._batches import ACK, RELEASE, MessageOutcome, Statement, failure_outcome, outcome_of, touch
 from ._concurrency import SingleRun
-from ._connection import Progress, keep_connected, open_client
+from ._connection import Progress, keep_connected, open_client, open_client_before
 from ._encode import interval, total_seconds
 from ._handlers import Handlers, check_handler
 from ._json import Encoder
 from ._leases import Heartbeat, kept
+from ._limit import COMMAND_TIMEOUT, check_command_timeout, within
 from ._listen import TickWatch, listen
 from ._min_interval import check_min_interval, next_receive_at
 from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
+from ._statements import MAX_BYTES
 from ._stopper import GRACE, Stopper, HandlerInterrupted
 from .client import PgqueClient
 from .errors import (
@@ -134,13 +138,15 @@ class Consumer:
     redelivered.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in missing parts.
+        dsn: connection string or URL; if empty, that of PGQUE_DSN. PG* variables fill in missing parts.
         queue: name or `queue_uid` of the queue. The consumer must be subscribed to it, unless it has a
             `subconsumer`.
         consumer: name of the consumer.
         name: the earlier name of this argument.
         poll_interval: seconds between polls of the queue when no notification comes.
         max_messages: most messages in one batch.
+        max_bytes: most bytes of payloads and headers in one batch, which has at least one message; None is no
+            limit.
         min_interval: least seconds from the receive of one batch to the next receive, at most a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
             `min_interval` after it was sent. The ack comes before the pause.
@@ -156,6 +162,8 @@ class Consumer:
         decoder: as of a client, for the messages that handlers get.
         bad_payload: outcome if a handler raises PgquePayloadError, or the payload does not fit its model:
             "dead" gives the message up, with the reason; "retry" treats it as any error.
+        command_timeout: seconds in which the server has to answer each call; then the consumer connects
+            again. It does not count for the statements of a handler with `transactional=True`.
     """
 
     def __init__(
@@ -167,6 +175,7 @@ class Consumer:
         name: str | None = None,
         poll_interval: float = 30,
         max_messages: int = 100,
+        max_bytes: int | None = MAX_BYTES,
         min_interval: float = 0,
         retry_after: Seconds = 60,
         unknown_handler_policy: Literal["nack", "ack"] = "nack",
@@ -176,6 +185,7 @@ class Consumer:
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
         bad_payload: BadPayload = "dead",
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if consumer is None:
             consumer = name
@@ -191,15 +201,19 @@ class Consumer:
             raise ValueError("poll_interval must be more than 0 seconds")
         if max_messages < 1:
             raise ValueError("max_messages must be at least 1")
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError("max_bytes must be at least 1")
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         _payloads.check_bad_payload(bad_payload)
+        check_command_timeout(command_timeout)
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
         self.poll_interval = poll_interval
         self.max_messages = max_messages
+        self.max_bytes = max_bytes
         self.min_interval = min_interval
         self.retry_after = retry_after
         self.unknown_handler_policy = unknown_handler_policy
@@ -209,6 +223,7 @@ class Consumer:
         self.encoder = encoder
         self.decoder = decoder
         self.bad_payload = bad_payload
+        self.command_timeout = command_timeout
         self._handlers: Handlers[Handler | TransactionalHandler] = Handlers(
             "Consumer", "@consumer.handler", check_handler, consumer, log, 2 if transactional else 1
         )
@@ -307,8 +322,7 @@ class Consumer:
 
     def _session(self, progress: Progress) -> None:
         """Consume over one connection. Progress is a batch that was handled, or an empty queue."""
-        name = f"pgque {self.queue}/{self.subconsumer or self.consumer}"
-        with open_client(self.dsn, name, encoder=self.encoder, decoder=self.decoder) as client:
+        with self._connected() as client:
             client.conn.add_notify_handler(self._on_notify)
             self._settings = listen(client, self.queue)
             watch = TickWatch(self.queue, log)
@@ -342,6 +356,26 @@ class Consumer:
                     watch.check(client)
             with self._stopper.stop_deadline(client.conn, _STOP_TIMEOUT):
                 self._report(client)
+
+    @contextmanager
+    def _connected(self) -> Iterator[PgqueClient]:
+        """Connect. Neither that nor a call over the connection takes long after a stop."""
+        name = f"pgque {self.queue}/{self.subconsumer or self.consumer}"
+        opening = partial(
+            open_client,
+            self.dsn,
+            name,
+            encoder=self.encoder,
+            decoder=self.decoder,
+            read_committed=not self.transactional,  # a handler writes at the isolation level of its database
+            command_timeout=self.command_timeout,
+        )
+        client = open_client_before(self._stopper, _STOP_TIMEOUT, opening)
+        try:
+            with self._stopper.stop_deadline(client.conn, _STOP_TIMEOUT):
+                yield client
+        finally:
+            client.close()
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         # Comes in with the answer to another statement: the batch may have been ticked after that statement
@@ -392,6 +426,7 @@ class Consumer:
                     self.subconsumer,
                     max_messages=count,
                     dead_interval=self.dead_interval,
+                    max_bytes=self.max_bytes,
                 )
                 self._lease = lease if batch else None
                 return batch
@@ -399,7 +434,9 @@ class Consumer:
                 self._report(client)
             finished = None if self._unreported is None else self._unreported.batch_id
             try:
-                batch = client.receive(self.queue, self.consumer, count, ack_batch=finished)
+                batch = client.receive(
+                    self.queue, self.consumer, count, ack_batch=finished, max_bytes=self.max_bytes
+                )
             except (PgqueBadArgument, PgqueQueueInUse) as error:
                 raise type(error)(
                     error.args[0], sqlstate=error.sqlstate, hint=_NOT_FOR_CONSUMER, queue=self.queue
@@ -522,7 +559,11 @@ class Consumer:
         outcome of its message."""
         with client.conn.transaction() as savepoint:
             try:
-                outcome = self._outcome(self._stopper.handle(handler, message, client.conn))
+                with (
+                    within(client.conn, None),
+                    self._stopper.stop_deadline(client.conn, self.command_timeout or math.inf),
+                ):
+                    outcome = self._outcome(self._stopper.handle(handler, message, client.conn))
             finally:
                 # The next statement would wait for ever, also the rollback to the savepoint.
                 is_busy = _is_busy(client.conn)

@@ -10,6 +10,8 @@ import threading
 
 import psycopg
 
+from ._limit import NoAnswerError
+
 
 class PgqueError(Exception):
     """Report that a pgque call failed. Its text is the message and, on a second line, the hint.
@@ -165,6 +167,11 @@ _GRANT_ROLE = (
     "The role needs pgque_reader to consume, pgque_writer to send, or pgque_admin, for all queues:"
     " grant pgque_reader to …; for one queue: select pgque.grant_queue(queue, role, 'consume');"
 )
+_READ_ONLY = "25006"
+_PRIMARY = (
+    "The server is a standby, or the transaction is read only. Connect to the primary, for example with"
+    " host=a,b target_session_attrs=read-write."
+)
 _INSTALL = "The database has another version of pgque than this package: pgque install --dsn …"
 
 
@@ -210,7 +217,7 @@ def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     return from_fields(
         diag.message_primary or str(error).strip() or type(error).__name__,
         sqlstate=error.sqlstate,
-        hint=diag.message_hint,
+        hint=error.hint if isinstance(error, NoAnswerError) else diag.message_hint,
         context=diag.context,
         is_lost=isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
         and not isinstance(error, psycopg.errors.PipelineAborted),
@@ -245,6 +252,8 @@ def from_fields(
         known, hint = PgqueVersionError, _INSTALL
     elif sqlstate == _MISSING_RIGHT and hint is None and context is None:
         hint = _GRANT_ROLE  # the server's own refusal, of the schema or a function
+    elif sqlstate == _READ_ONLY:
+        hint = hint or _PRIMARY
     elif known is PgquePayloadError:
         hint = hint or _SEND_BYTES
     if known is None:
@@ -309,5 +318,6 @@ def is_permanent(error: PgqueError) -> bool:
         # An upgrade may have taken a function from under a running call, and a restore may not have created a
         # table yet. Who connects again is told whether the versions fit, and prepares nothing.
         return False
-    # 28: authentication; 42: missing function, missing right, and the like; 3D: no such database.
-    return (error.sqlstate or "")[:2] in {"28", "42", "3D"}
+    # 25000: not READ COMMITTED; 28: authentication; 42: missing function, missing right, and the like; 3D: no
+    # such database.
+    return error.sqlstate == "25000" or (error.sqlstate or "")[:2] in {"28", "42", "3D"}

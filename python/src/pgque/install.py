@@ -7,6 +7,7 @@ from importlib.resources import files
 
 import psycopg
 
+from ._dsn import given_or_default
 from ._encode import FIND_VERSION, check_not_newer
 from ._version import __version__
 from .errors import from_psycopg
@@ -33,7 +34,7 @@ def install(dsn: str = "") -> str:
     PgqueVersionError if the database has a newer version than this package.
     """
     try:
-        with psycopg.connect(dsn, prepare_threshold=None) as conn:
+        with psycopg.connect(given_or_default(dsn), prepare_threshold=None) as conn:
 
             def ask(question: str) -> object:
                 row = conn.execute(question.encode()).fetchone()
@@ -49,7 +50,7 @@ def install(dsn: str = "") -> str:
 def uninstall(dsn: str = "") -> None:
     """Remove pgque with all its queues and messages; roles stay. Calls `pgque.uninstall`."""
     try:
-        with psycopg.connect(dsn, prepare_threshold=None) as conn:
+        with psycopg.connect(given_or_default(dsn), prepare_threshold=None) as conn:
             conn.execute("select pgque.uninstall()")
     except psycopg.Error as error:
         raise from_psycopg(error) from error

@@ -25,11 +25,12 @@ from psycopg.rows import args_row
 from . import _batches, _encode, _otel, _payloads, _telemetry
 from ._batches import ACK, ARCHIVE, RELEASE, Batch, MessageOutcome, Refused, Statement
 from ._concurrency import Lock, SingleRun, ThreadPool, check_until_idle, run_worker
-from ._connection import Progress, keep_connected, open_client
+from ._connection import Progress, keep_connected, open_client, open_client_before
 from ._decode import reading
 from ._handlers import Handlers, check_handler
 from ._json import Encoder
 from ._leases import Heartbeat, kept
+from ._limit import COMMAND_TIMEOUT, check_command_timeout
 from ._listen import TickWatch, listen, queue_of
 from ._liveness import Liveness
 from ._middleware import Middleware
@@ -38,6 +39,7 @@ from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
 from ._recurring import Recurring, recurring_queue
 from ._sources import Priority, Source, Sources, check_weights
+from ._statements import MAX_BYTES
 from ._stopper import Stopper, HandlerInterrupted
 from .client import PgqueClient
 from .errors import PgqueError, PgquePayloadError, from_psycopg, one_line
@@ -161,11 +163,12 @@ class WorkQueue:
     transaction. Use a work queue in one thread or task at a time.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in missing parts.
+        dsn: connection string or URL; if empty, that of PGQUE_DSN. PG* variables fill in missing parts.
         queue: name or `queue_uid` of the queue.
         consumer: name of the consumer, which must be subscribed; not needed for sending.
         encoder: as of a client.
         decoder: as of a client.
+        command_timeout: as of a client.
     """
 
     def __init__(
@@ -176,14 +179,17 @@ class WorkQueue:
         consumer: str | None = None,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if not queue:
             raise ValueError("a work queue needs the name of its queue")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_command_timeout(command_timeout)
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
         self.encoder = encoder
+        self.command_timeout = command_timeout
         self._make_message: Callable[..., WorkMessage] = _payloads.message_maker(
             WorkMessage, decoder
         )
@@ -275,6 +281,7 @@ class WorkQueue:
         max_messages: int = 10,
         visibility_timeout: Seconds | None = None,
         timeout: float | None = None,
+        max_bytes: int | None = MAX_BYTES,
     ) -> Generator[WorkMessage, None, None]:
         """Yield messages one at a time, as they arrive. Calls `pgque.receive`.
 
@@ -293,6 +300,8 @@ class WorkQueue:
                 queue's setting.
             timeout: seconds without a message after which the loop ends; None waits forever, 0 ends the loop
                 when the queue is empty.
+            max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None
+                is no limit.
 
         Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueConnectionError. After a lost connection, call
         again.
@@ -309,7 +318,9 @@ class WorkQueue:
         try:
             while True:
                 following = _Delivery(self)
-                receive = _batches.receive(self.queue, self.consumer, name, max_messages, visibility_timeout)
+                receive = _batches.receive(
+                    self.queue, self.consumer, name, max_messages, visibility_timeout, max_bytes
+                )
                 with self._lock:
                     asked_at = time.monotonic()
                     self._notified = False
@@ -374,7 +385,13 @@ class WorkQueue:
     def _connected(self) -> PgqueClient:
         if self._client is None or self._client.conn.closed:
             name = f"pgque {self.queue}/{self.consumer}" if self.consumer else f"pgque {self.queue}"
-            self._client = open_client(self.dsn, name, encoder=self.encoder)
+            self._client = open_client(
+                self.dsn,
+                name,
+                encoder=self.encoder,
+                read_committed=True,
+                command_timeout=self.command_timeout,
+            )
         return self._client
 
     def _listen(self) -> PgqueClient:
@@ -429,7 +446,7 @@ class Worker:
     Any number of workers may share a consumer, in any number of processes and machines.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in missing parts.
+        dsn: connection string or URL; if empty, that of PGQUE_DSN. PG* variables fill in missing parts.
         queue: name or `queue_uid` of the queue.
         queues: several queues with their weights, instead of `queue`: {"urgent": 5, "bulk": 1}. A handler
             finds the name of the queue in `message.queue`.
@@ -444,6 +461,8 @@ class Worker:
             `concurrency`, and doubles up to this while batches take less than 0.2 seconds. Then messages are
             also received before a handler is free for them. It is halved when a batch takes more than a
             second. A worker never has more messages than `concurrency` and `prefetch` together.
+        max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None is
+            no limit.
         min_interval: least seconds from the receive of one batch to the next receive, at most a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
             `min_interval` after it was sent. Outcomes do not wait for the pause to end. Each process has its
@@ -466,6 +485,7 @@ class Worker:
             error. The log has no traceback of it, which might show the payload.
         liveness_file: a file to touch every second while the worker is alive and the database answers. An old
             file means that the worker hangs.
+        command_timeout: seconds in which the server has to answer each call; then the worker connects again.
     """
 
     def __init__(
@@ -479,6 +499,7 @@ class Worker:
         concurrency: int = 4,
         use: Literal["threads", "processes"] = "threads",
         prefetch: int | None = None,
+        max_bytes: int | None = MAX_BYTES,
         min_interval: float = 0,
         visibility_timeout: Seconds = 30,
         retry_after: Seconds | None = None,
@@ -491,6 +512,7 @@ class Worker:
         decoder: Decoder | None = None,
         bad_payload: BadPayload = "dead",
         liveness_file: str | os.PathLike[str] | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if unknown_handler_policy not in ("nack", "ack"):
             raise ValueError(
@@ -498,6 +520,8 @@ class Worker:
             )
         if concurrency < 1 or (prefetch is not None and prefetch < 1):
             raise ValueError("concurrency and prefetch must be at least 1")
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError("max_bytes must be at least 1")
         if _encode.total_seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
         if handler_timeout is not None and _encode.total_seconds(handler_timeout) <= 0:
@@ -506,6 +530,7 @@ class Worker:
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         _payloads.check_bad_payload(bad_payload)
+        check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
         self.queue = ", ".join(weights)
@@ -515,6 +540,7 @@ class Worker:
         self.concurrency = concurrency
         self.use = use
         self.prefetch = max(_LEAST_PREFETCH, 2 * concurrency) if prefetch is None else prefetch
+        self.max_bytes = max_bytes
         self.min_interval = min_interval
         self.visibility_timeout = visibility_timeout
         self.retry_after = retry_after
@@ -527,6 +553,7 @@ class Worker:
         self.decoder = decoder
         self.bad_payload = bad_payload
         self.liveness_file = liveness_file
+        self.command_timeout = command_timeout
         self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
         self._handlers: Handlers[WorkHandler] = Handlers(
             "Worker", "@worker.handler", check_handler, consumer, log
@@ -546,6 +573,7 @@ class Worker:
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
         # The handlers that run, by batch and message. One that ran for too long is taken out by the session.
         self._running: dict[tuple[int, int], _Running] = {}
+        self._catch_signals = True
         self._until_idle = False  # whether `run` ends when nothing is left to be done
         self._is_idle = False
         self._wake_at = _NEVER  # with so many of these the session has something to do
@@ -624,8 +652,10 @@ class Worker:
         which calls `stop()`.
 
         After a stop the worker receives no more messages and releases those that were not started. Running
-        handlers have `shutdown_timeout` seconds to finish; one second later the worker cancels a statement
-        that still waits for a lock or for the server.
+        handlers have `shutdown_timeout` seconds to finish; one second later the worker gives up a statement
+        that still waits for a lock or for the server. A second signal, half a second or more after the
+        first, ends the worker at once: running handlers are left, and their messages are redelivered when
+        their lease has expired.
 
         After a fault of the database the worker connects again, after a growing random pause, without limit.
         After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
@@ -643,6 +673,7 @@ class Worker:
         with self._single.once():
             self._until_idle = until_idle
             self._is_idle = False
+            self._catch_signals = catch_signals
             self._run(catch_signals)
 
     def _run(self, catch_signals: bool) -> None:
@@ -689,6 +720,18 @@ class Worker:
         return list(self._batches.values())
 
     def _run_sessions(self) -> None:
+        self._run_sessions_to_end()
+        running = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
+        if self._stopper.is_abandoned and running:
+            log.warning(
+                "worker %s ends at the second signal: %s handlers are left, and their messages are"
+                " redelivered when their lease of %g s has expired",
+                self.worker,
+                running,
+                self._lease_seconds,
+            )
+
+    def _run_sessions_to_end(self) -> None:
         while not self._is_done():
             with suppress(HandlerInterrupted):  # while it waited for a connection
                 keep_connected(
@@ -708,7 +751,7 @@ class Worker:
             if self._is_done():
                 return
             log.error("worker %s finishes its running handlers, and ends: %s", self.worker, one_line(error))
-            with self._stopper.running(False):
+            with self._stopper.running(self._catch_signals):
                 self._run_sessions()
         except PgqueError as another:
             log.warning("worker %s cannot report its outcomes: %s", self.worker, one_line(another))
@@ -759,21 +802,18 @@ class Worker:
 
     def _connect(self, stopper: Stopper, seconds: float) -> PgqueClient:
         """Connect; HandlerInterrupted if that takes longer than so many seconds after a stop."""
-        opened: list[PgqueClient] = []
-        given_up = False
-
-        def connect() -> None:
-            name = f"pgque {self.queue}/{self.worker}"
-            opened.append(open_client(self.dsn, name, encoder=self.encoder))
-            if given_up:
-                opened[0].close()
-
-        try:
-            stopper.give_up_after(seconds, connect)
-        except BaseException:
-            given_up = True
-            raise
-        return opened[0]
+        name = f"pgque {self.queue}/{self.worker}"
+        return open_client_before(
+            stopper,
+            seconds,
+            lambda: open_client(
+                self.dsn,
+                name,
+                encoder=self.encoder,
+                read_committed=True,
+                command_timeout=self.command_timeout,
+            ),
+        )
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         self._sources.wake(queue_of(notify.channel))
@@ -823,7 +863,9 @@ class Worker:
         messages came."""
         now = time.monotonic()
         self._sources.note_asked(source, now)
-        receive = _batches.receive(source.queue, self.consumer, self.worker, count, self.visibility_timeout)
+        receive = _batches.receive(
+            source.queue, self.consumer, self.worker, count, self.visibility_timeout, self.max_bytes
+        )
         try:
             received = _report_and_receive(
                 client, self.consumer, to_report, receive, self._make_message
@@ -949,6 +991,8 @@ class Worker:
         released."""
         if unfinished == 0:
             return not any(batch.has_outcomes for batch in self._batches.values()) and not self._finished
+        if self._stopper.is_abandoned:
+            return True
         if self._stopper.stopped_for() < self.shutdown_timeout:
             return False
         log.warning("%s handlers did not finish in time, their messages are released", unfinished)

@@ -24,11 +24,12 @@ from psycopg.rows import args_row
 from . import _batches, _encode, _otel, _payloads, _telemetry
 from ._batches import ACK, ARCHIVE, RELEASE, Batch, MessageOutcome, Refused, Statement
 from ._concurrency import AsyncLock, SingleRun, TaskPool, check_until_idle, run_worker_async
-from ._connection_async import Progress, keep_connected, open_client
+from ._connection_async import Progress, keep_connected, open_client, open_client_before
 from ._decode import reading
 from ._handlers import Handlers, check_async_handler
 from ._json import Encoder
 from ._leases import AsyncHeartbeat, kept
+from ._limit import COMMAND_TIMEOUT, check_command_timeout
 from ._listen_async import TickWatch, listen, queue_of
 from ._liveness import Liveness
 from ._middleware import Middleware
@@ -37,6 +38,7 @@ from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
 from ._recurring import Recurring, recurring_queue
 from ._sources import Priority, Source, Sources, check_weights
+from ._statements import MAX_BYTES
 from ._stopper import AsyncStopper, HandlerInterrupted
 from .client_async import AsyncPgqueClient
 from .errors import PgqueError, PgquePayloadError, from_psycopg, one_line
@@ -160,11 +162,12 @@ class AsyncWorkQueue:
     transaction. Use a work queue in one thread or task at a time.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in missing parts.
+        dsn: connection string or URL; if empty, that of PGQUE_DSN. PG* variables fill in missing parts.
         queue: name or `queue_uid` of the queue.
         consumer: name of the consumer, which must be subscribed; not needed for sending.
         encoder: as of a client.
         decoder: as of a client.
+        command_timeout: as of a client.
     """
 
     def __init__(
@@ -175,14 +178,17 @@ class AsyncWorkQueue:
         consumer: str | None = None,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if not queue:
             raise ValueError("a work queue needs the name of its queue")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_command_timeout(command_timeout)
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
         self.encoder = encoder
+        self.command_timeout = command_timeout
         self._make_message: Callable[..., AsyncWorkMessage] = _payloads.message_maker(
             AsyncWorkMessage, decoder
         )
@@ -274,6 +280,7 @@ class AsyncWorkQueue:
         max_messages: int = 10,
         visibility_timeout: Seconds | None = None,
         timeout: float | None = None,
+        max_bytes: int | None = MAX_BYTES,
     ) -> AsyncGenerator[AsyncWorkMessage, None]:
         """Yield messages one at a time, as they arrive. Calls `pgque.receive`.
 
@@ -292,6 +299,8 @@ class AsyncWorkQueue:
                 queue's setting.
             timeout: seconds without a message after which the loop ends; None waits forever, 0 ends the loop
                 when the queue is empty.
+            max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None
+                is no limit.
 
         Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueConnectionError. After a lost connection, call
         again.
@@ -308,7 +317,9 @@ class AsyncWorkQueue:
         try:
             while True:
                 following = _Delivery(self)
-                receive = _batches.receive(self.queue, self.consumer, name, max_messages, visibility_timeout)
+                receive = _batches.receive(
+                    self.queue, self.consumer, name, max_messages, visibility_timeout, max_bytes
+                )
                 async with self._lock:
                     asked_at = time.monotonic()
                     self._notified = False
@@ -373,7 +384,13 @@ class AsyncWorkQueue:
     async def _connected(self) -> AsyncPgqueClient:
         if self._client is None or self._client.conn.closed:
             name = f"pgque {self.queue}/{self.consumer}" if self.consumer else f"pgque {self.queue}"
-            self._client = await open_client(self.dsn, name, encoder=self.encoder)
+            self._client = await open_client(
+                self.dsn,
+                name,
+                encoder=self.encoder,
+                read_committed=True,
+                command_timeout=self.command_timeout,
+            )
         return self._client
 
     async def _listen(self) -> AsyncPgqueClient:
@@ -428,7 +445,7 @@ class AsyncWorker:
     Any number of workers may share a consumer, in any number of processes and machines.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in missing parts.
+        dsn: connection string or URL; if empty, that of PGQUE_DSN. PG* variables fill in missing parts.
         queue: name or `queue_uid` of the queue.
         queues: several queues with their weights, instead of `queue`: {"urgent": 5, "bulk": 1}. A handler
             finds the name of the queue in `message.queue`.
@@ -442,6 +459,8 @@ class AsyncWorker:
             `concurrency`, and doubles up to this while batches take less than 0.2 seconds. Then messages are
             also received before a handler is free for them. It is halved when a batch takes more than a
             second. A worker never has more messages than `concurrency` and `prefetch` together.
+        max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None is
+            no limit.
         min_interval: least seconds from the receive of one batch to the next receive, at most a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
             `min_interval` after it was sent. Outcomes do not wait for the pause to end. Each process has its
@@ -464,6 +483,7 @@ class AsyncWorker:
             error. The log has no traceback of it, which might show the payload.
         liveness_file: a file to touch every second while the worker is alive and the database answers. An old
             file means that the worker hangs.
+        command_timeout: seconds in which the server has to answer each call; then the worker connects again.
     """
 
     def __init__(
@@ -477,6 +497,7 @@ class AsyncWorker:
         concurrency: int = 4,
         use: Literal["tasks"] = "tasks",
         prefetch: int | None = None,
+        max_bytes: int | None = MAX_BYTES,
         min_interval: float = 0,
         visibility_timeout: Seconds = 30,
         retry_after: Seconds | None = None,
@@ -489,6 +510,7 @@ class AsyncWorker:
         decoder: Decoder | None = None,
         bad_payload: BadPayload = "dead",
         liveness_file: str | os.PathLike[str] | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if unknown_handler_policy not in ("nack", "ack"):
             raise ValueError(
@@ -496,6 +518,8 @@ class AsyncWorker:
             )
         if concurrency < 1 or (prefetch is not None and prefetch < 1):
             raise ValueError("concurrency and prefetch must be at least 1")
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError("max_bytes must be at least 1")
         if _encode.total_seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
         if handler_timeout is not None and _encode.total_seconds(handler_timeout) <= 0:
@@ -504,6 +528,7 @@ class AsyncWorker:
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         _payloads.check_bad_payload(bad_payload)
+        check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
         self.queue = ", ".join(weights)
@@ -513,6 +538,7 @@ class AsyncWorker:
         self.concurrency = concurrency
         self.use = use
         self.prefetch = max(_LEAST_PREFETCH, 2 * concurrency) if prefetch is None else prefetch
+        self.max_bytes = max_bytes
         self.min_interval = min_interval
         self.visibility_timeout = visibility_timeout
         self.retry_after = retry_after
@@ -525,6 +551,7 @@ class AsyncWorker:
         self.decoder = decoder
         self.bad_payload = bad_payload
         self.liveness_file = liveness_file
+        self.command_timeout = command_timeout
         self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
         self._handlers: Handlers[AsyncWorkHandler] = Handlers(
             "Worker", "@worker.handler", check_async_handler, consumer, log
@@ -544,6 +571,7 @@ class AsyncWorker:
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
         # The handlers that run, by batch and message. One that ran for too long is taken out by the session.
         self._running: dict[tuple[int, int], _Running] = {}
+        self._catch_signals = True
         self._until_idle = False  # whether `run` ends when nothing is left to be done
         self._is_idle = False
         self._wake_at = _NEVER  # with so many of these the session has something to do
@@ -622,8 +650,10 @@ class AsyncWorker:
         which calls `stop()`.
 
         After a stop the worker receives no more messages and releases those that were not started. Running
-        handlers have `shutdown_timeout` seconds to finish; one second later the worker cancels a statement
-        that still waits for a lock or for the server.
+        handlers have `shutdown_timeout` seconds to finish; one second later the worker gives up a statement
+        that still waits for a lock or for the server. A second signal, half a second or more after the
+        first, ends the worker at once: running handlers are left, and their messages are redelivered when
+        their lease has expired.
 
         After a fault of the database the worker connects again, after a growing random pause, without limit.
         After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
@@ -641,6 +671,7 @@ class AsyncWorker:
         with self._single.once():
             self._until_idle = until_idle
             self._is_idle = False
+            self._catch_signals = catch_signals
             await self._run(catch_signals)
 
     async def _run(self, catch_signals: bool) -> None:
@@ -687,6 +718,18 @@ class AsyncWorker:
         return list(self._batches.values())
 
     async def _run_sessions(self) -> None:
+        await self._run_sessions_to_end()
+        running = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
+        if self._stopper.is_abandoned and running:
+            log.warning(
+                "worker %s ends at the second signal: %s handlers are left, and their messages are"
+                " redelivered when their lease of %g s has expired",
+                self.worker,
+                running,
+                self._lease_seconds,
+            )
+
+    async def _run_sessions_to_end(self) -> None:
         while not self._is_done():
             with suppress(HandlerInterrupted):  # while it waited for a connection
                 await keep_connected(
@@ -706,7 +749,7 @@ class AsyncWorker:
             if self._is_done():
                 return
             log.error("worker %s finishes its running handlers, and ends: %s", self.worker, one_line(error))
-            async with self._stopper.running(False):
+            async with self._stopper.running(self._catch_signals):
                 await self._run_sessions()
         except PgqueError as another:
             log.warning("worker %s cannot report its outcomes: %s", self.worker, one_line(another))
@@ -757,21 +800,18 @@ class AsyncWorker:
 
     async def _connect(self, stopper: AsyncStopper, seconds: float) -> AsyncPgqueClient:
         """Connect; HandlerInterrupted if that takes longer than so many seconds after a stop."""
-        opened: list[AsyncPgqueClient] = []
-        given_up = False
-
-        async def connect() -> None:
-            name = f"pgque {self.queue}/{self.worker}"
-            opened.append(await open_client(self.dsn, name, encoder=self.encoder))
-            if given_up:
-                await opened[0].close()
-
-        try:
-            await stopper.give_up_after(seconds, connect)
-        except BaseException:
-            given_up = True
-            raise
-        return opened[0]
+        name = f"pgque {self.queue}/{self.worker}"
+        return await open_client_before(
+            stopper,
+            seconds,
+            lambda: open_client(
+                self.dsn,
+                name,
+                encoder=self.encoder,
+                read_committed=True,
+                command_timeout=self.command_timeout,
+            ),
+        )
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         self._sources.wake(queue_of(notify.channel))
@@ -821,7 +861,9 @@ class AsyncWorker:
         messages came."""
         now = time.monotonic()
         self._sources.note_asked(source, now)
-        receive = _batches.receive(source.queue, self.consumer, self.worker, count, self.visibility_timeout)
+        receive = _batches.receive(
+            source.queue, self.consumer, self.worker, count, self.visibility_timeout, self.max_bytes
+        )
         try:
             received = await _report_and_receive(
                 client, self.consumer, to_report, receive, self._make_message
@@ -947,6 +989,8 @@ class AsyncWorker:
         released."""
         if unfinished == 0:
             return not any(batch.has_outcomes for batch in self._batches.values()) and not self._finished
+        if self._stopper.is_abandoned:
+            return True
         if self._stopper.stopped_for() < self.shutdown_timeout:
             return False
         log.warning("%s handlers did not finish in time, their messages are released", unfinished)

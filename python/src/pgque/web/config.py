@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
+from .._dsn import given_or_default
 from ..errors import PgqueBadArgument
 
 
@@ -50,7 +51,7 @@ def databases(dsns: Sequence[str]) -> tuple[Database, ...]:
     Raises PgqueBadArgument for a text that is no connection string, or names no database.
     """
     found: list[Database] = []
-    for dsn in dsns:
+    for dsn in map(given_or_default, dsns):
         try:
             parts = conninfo_to_dict(dsn)
         except psycopg.ProgrammingError as error:
