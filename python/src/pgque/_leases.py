@@ -25,7 +25,7 @@ import psycopg
 
 from ._batches import Statement
 from ._connection import open_client
-from ._stopper import Stopper
+from ._limit import within
 from .client import PgqueClient
 from .errors import PgqueError, from_psycopg, one_line
 
@@ -180,10 +180,8 @@ class _Keeper:
     def _extend(self, client: PgqueClient, lease: Lease, now: float, seconds: float) -> None:
         """Extend a lease, unless another session has locked the batch for longer than so many seconds: that
         one reports an outcome, and no worker receives the batch's messages meanwhile."""
-        stopper = Stopper()
-        stopper.set()  # so that the deadline counts from now: a path may be silent
         try:
-            with stopper.stop_deadline(client.conn, seconds + _LEAST_LIMIT):
+            with within(client.conn, seconds + _LEAST_LIMIT):
                 held = client._maybe(int, *lease.extension(now, seconds))
         except PgqueError as error:
             if client.conn.closed:

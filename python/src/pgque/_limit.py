@@ -79,10 +79,11 @@ def within(conn: object, seconds: float | None) -> Iterator[None]:
 @contextmanager
 def within_by_default(conn: object, seconds: float | None) -> Iterator[None]:
     """Limit each call of the block as `within` does, unless the caller has set another limit around it."""
-    if _of(_own_timeout, conn, ...) is ...:
-        with within(conn, seconds):
-            yield
-    else:
+    found = _own_timeout.get()
+    if found is not None and found[0] is conn:
+        yield
+        return
+    with within(conn, seconds):
         yield
 
 

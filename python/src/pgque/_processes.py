@@ -50,6 +50,7 @@ class ConfiguredWorker(Protocol):
     consumer: str
     concurrency: int
     prefetch: int
+    max_bytes: int | None
     min_interval: float
     visibility_timeout: Seconds
     retry_after: Seconds | None
@@ -88,6 +89,7 @@ class _Settings(TypedDict):
     priority: Priority
     consumer: str
     prefetch: int
+    max_bytes: int | None
     min_interval: float
     visibility_timeout: Seconds
     retry_after: Seconds | None
@@ -111,6 +113,7 @@ def settings_of(worker: ConfiguredWorker) -> _Settings:
         priority=worker.priority,
         consumer=worker.consumer,
         prefetch=worker.prefetch,
+        max_bytes=worker.max_bytes,
         min_interval=worker.min_interval,
         visibility_timeout=worker.visibility_timeout,
         retry_after=worker.retry_after,
