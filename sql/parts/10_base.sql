@@ -137,6 +137,7 @@ language plpgsql as $$
 begin
   perform pgque._fail('read_only_sql_transaction', pg_catalog.format('%s: this server is a standby', p_what),
     'Connect to the primary, for example with host=a,b target_session_attrs=read-write.');
+  return null;
 end
 $$;
 
