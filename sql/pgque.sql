@@ -142,6 +142,14 @@ begin
       exception
         when unique_violation then
           null;   -- another database of the server installs at this moment
+        when insufficient_privilege then
+          raise exception using
+            errcode = 'insufficient_privilege',
+            message = format('role %I may not create the role %I', current_user, v_role),
+            detail = sqlerrm,
+            hint = format('As a superuser: alter role %1$I createrole; or create the roles: create role pgque_reader; create role pgque_writer; '
+              'create role pgque_admin in role pgque_reader, pgque_writer; create role pgque_user; '
+              'grant pgque_reader, pgque_writer, pgque_admin, pgque_user to %1$I with admin option.', current_user);
       end;
     end if;
   end loop;
@@ -161,7 +169,7 @@ comment on domain pgque.caller is
   'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.7.1'::text $$;
+language sql immutable as $$ select '0.8.0'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- The only clock of the engine.  A test moves time by replacing it.
@@ -178,6 +186,17 @@ begin
     raise exception using errcode = p_code, message = p_message, hint = p_hint;
   end if;
   raise exception using errcode = p_code, message = p_message, hint = p_hint, detail = p_detail;
+end
+$$;
+
+-- Raises 25006 for a call that works on a primary only.  The result is for calls that
+-- would take a transaction id.
+create or replace function pgque._no_standby(p_what text) returns xid8
+language plpgsql as $$
+begin
+  perform pgque._fail('read_only_sql_transaction', pg_catalog.format('%s: this server is a standby', p_what),
+    'Connect to the primary, for example with host=a,b target_session_attrs=read-write.');
+  return null;
 end
 $$;
 
@@ -376,6 +395,9 @@ begin
     begin
       perform set_config('lock_timeout', '100ms', true);
       execute 'lock table ' || v_tables || ' in access exclusive mode';
+      if to_regclass('pgque.archive') is not null and to_regclass('pgque.archive_0') is null then
+        lock table only pgque.archive in share update exclusive mode;   -- it gets this leaf
+      end if;
       perform set_config('lock_timeout', v_timeout, true);
       return;
     exception
@@ -550,8 +572,8 @@ comment on column pgque.queue.queue_ticker_idle_period is 'Time between two tick
 comment on column pgque.queue.queue_max_retries is
   'How often a rejected message is redelivered before it is given up: n retries are n + 1 deliveries. Unit: retries.';
 comment on column pgque.queue.queue_retention_period is
-  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). 0 '
-  'restores the default.';
+  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). So '
+  'are retries that were due for longer. For a delayed message the time counts from when it could be delivered. 0 restores the default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
 comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
 comment on column pgque.queue.queue_tick_seq is 'Sequence of its tick ids. A value above the newest tick requests a tick; see force_next_tick().';
@@ -965,7 +987,9 @@ create table if not exists pgque.tally (
 comment on table pgque.tally is 'Counts of messages that were dropped, expired or archived. Internal: see metrics().';
 
 -- Messages that are done and kept.  A leaf holds one day of one queue; bucket =
--- queue_id * 100000 + days since 2000-01-01.
+-- queue_id * 100000 + days since 2000-01-01.  Only maintenance creates these leaves: a
+-- transaction that creates one lets others wait until it ends.  So the leaf archive_0,
+-- bucket 0, takes messages whose leaf does not exist yet, until maintenance moves them.
 create sequence if not exists pgque.archive_id_seq;
 create table if not exists pgque.archive (
   bucket         bigint not null,
@@ -992,6 +1016,16 @@ create table if not exists pgque.archive (
   ev_error       text
 ) partition by list (bucket);
 comment on table pgque.archive is 'Messages that are done and kept; a leaf holds one day of one queue. See archive_list().';
+do $$
+begin
+  if to_regclass('pgque.archive_0') is null then
+    create table pgque.archive_0 (like pgque.archive including defaults, constraint archive_0_pkey primary key (archive_id));
+    create index archive_0_ev_id on pgque.archive_0 (ev_id);
+    alter table pgque.archive attach partition pgque.archive_0 for values in (0);
+  end if;
+end
+$$;
+comment on table pgque.archive_0 is 'Archived messages that maintenance has not moved to the leaf of their queue and day yet. Internal.';
 
 -- Messages that the ticker sends at their times; see "recurring".
 --   * rec_every: an interval in seconds, counted from rec_anchor
@@ -1317,7 +1351,8 @@ comment on column pgque.config.keep_lags is
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
 comment on column pgque.queue.queue_tick_gap is
-  'Shortest time that the loop leaves between two ticks. With many consumers it is at least 4 ms for each, at most the tick period.';
+  'Shortest time that the loop leaves between two ticks. With many consumers the loop leaves at least 4 ms for each, but no more than the tick '
+  'period for all of them.';
 comment on column pgque.queue.queue_tick_storage is
   'Size of the stored ticks: when those in the current table reach a third of it, the queue rotates before its period. Unit: bytes.';
 comment on column pgque.queue.queue_reader is 'The version that created the functions that read its tables.';
@@ -2328,7 +2363,14 @@ begin
     return 0;
   end if;
   if not pg_has_role($2, 'pgque_user', 'usage') then
-    execute format('grant pgque_user to %I', $2);
+    begin
+      execute format('grant pgque_user to %I', $2);
+    exception
+      -- On PostgreSQL 16 and later it is not enough that a role may create roles.
+      when insufficient_privilege then
+        perform pgque._fail('insufficient_privilege', format('role %I, the owner of pgque, may not make %I a member of pgque_user', current_user, $2),
+          format('As a superuser, or as the role that created pgque_user: grant pgque_user to %I with admin option; then call grant_queue() again.', current_user), sqlerrm);
+    end;
   end if;
   perform pgque._did('grant_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3));
   return 1;
@@ -2338,7 +2380,7 @@ comment on function pgque.grant_queue(text, text, text) is
   'Grants a role a right to one queue. Returns 1, or 0 if the role has the right already. Rights: produce (send); consume (subscribe, receive, '
   'acknowledge and reject, read); admin (both, and the queue''s settings, ticks, dead letters, archive, purge and drop, but not its name and '
   'max_consumers). The role becomes a member of pgque_user. It needs none of the roles pgque_reader, pgque_writer and pgque_admin, which are for all '
-  'queues. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
+  'queues. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role; 42501 the owner of pgque may not grant pgque_user.';
 
 create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text default null) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -2478,7 +2520,7 @@ create or replace function pgque._send(
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_txid  xid8 := pg_current_xact_id();
+  v_txid  xid8 := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
   v_id    bigint;
 begin
   if p_headers is not null then
@@ -2731,7 +2773,7 @@ create or replace function pgque._send_rows(
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_count    int := coalesce(cardinality(p_data), cardinality(p_bytes));
-  v_txid     xid8 := pg_current_xact_id();
+  v_txid     xid8 := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
   v_now      timestamptz := pgque.clock();
   v_queue    pgque.queue := p_queue;
   v_plain    boolean[];
@@ -3136,7 +3178,7 @@ begin
   if pgque._no_payloads($1, cardinality($3)) then
     return '{}';
   end if;
-  v_txid := pg_current_xact_id();
+  v_txid := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
   select q.queue_id, q.queue_event_seq into v_id, v_seq
   from pgque.queue q
   where q.queue_name = $1 collate "default" and q.queue_open
@@ -4810,7 +4852,8 @@ $$;
 -- of the newest tick, and whether ticks now cover everything that is visible.  The lock
 -- is taken before the snapshot, so the order of ticks is that of their snapshots.  It
 -- is held to the end of the transaction, so a second ticker sees the tick of the first.
-create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, out new_id bigint, out last_time timestamptz, out covered boolean)
+-- With p_gap no tick for messages follows another within the queue's tick_gap.
+create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, p_gap boolean default false, out new_id bigint, out last_time timestamptz, out covered boolean)
 language plpgsql as $$
 declare
   v_queue     pgque.queue;
@@ -4846,6 +4889,9 @@ begin
     return;
   end if;
   v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
+  if p_gap and v_reason = 'events' and v_last.tick_time between pgque.clock() - v_queue.queue_tick_gap and pgque.clock() then
+    v_reason := null;
+  end if;
   covered := v_reason is not null;
   last_time := v_last.tick_time;
   if v_reason <> 'nothing' then
@@ -4954,7 +5000,7 @@ declare
 begin
   for v_id in select q.queue_id from pgque.queue q order by case when not v_all then random() end, q.queue_id loop
     exit when v_room < 8;
-    if (pgque._look_at(row(v_id, 0, 0, null, false, false))).ticked then
+    if (pgque._look_at(row(v_id, 0, 0, '-infinity', false, false))).ticked then
       v_count := v_count + 1;
       v_room := v_room - 6;
     end if;
@@ -4983,8 +5029,9 @@ comment on function pgque.ticker() is
 -- queue that is being dropped (its sequences are locked) is left out.  If a sequence is
 -- missing, every queue is checked.
 --
--- A tick wakes every consumer of the queue, so a queue with many consumers waits
--- longer: four milliseconds for each, and at most the tick period.
+-- A queue waits for its tick_gap.  A tick wakes every consumer of the queue, so a queue
+-- with many consumers waits longer: four milliseconds for each, and at most the tick
+-- period.
 create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
@@ -5009,9 +5056,9 @@ begin
     left join unnest(p_known) k on k.queue_id = q.queue_id
     cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and no message was sent since
     left join lateral (
-      select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
+      select k.tick_time + case when k.settled is null then '1 second' else greatest(q.queue_tick_gap, least(p_period, 0.004 * interval '1 second' * (
         select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
-    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and not f.still
+    ) d (due) on k.tick_time > v_now - greatest(p_period, q.queue_tick_gap, '1 second') and not f.still
     where q.queue_id = any (p_queues)
       and (f.still and k.tick_seq = s.tick_seq and not q.queue_restored and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
   ) l;
@@ -5073,13 +5120,14 @@ begin
     p_look.tick_time := pgque.clock();
     perform pgque._let_go();
   end if;
-  v_tick := pgque._tick_if_due(v_queue.queue_id, false);
+  -- A loop that has just begun does not know the last tick.
+  v_tick := pgque._tick_if_due(v_queue.queue_id, false, p_look.tick_time is null);
   p_look.settled := p_look.settled and v_tick.covered is true;
   p_look.tick_time := v_tick.last_time;
   p_look.ticked := v_tick.new_id is not null;
   p_look.tick_seq := coalesce(v_tick.new_id, p_look.tick_seq);   -- a tick sets the sequence
   -- Many ticks fill their table long before the rotation period has passed.
-  perform pgque.maint_rotate_tables_step1(v_queue.queue_name) where v_tick.new_id % 1000 = 0;
+  perform pgque._maint_operation('pgque.maint_rotate_tables_step1', v_queue.queue_name) where v_tick.new_id % 1000 = 0;
   perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
   return p_look;
 exception
@@ -5133,14 +5181,18 @@ comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller
   'Stores a tick with the id, time and event sequence of another system, for a queue with external_ticker, and returns its id. Errors: PQ001 no '
   'such queue; PQ005 no external ticker, or a tick that does not follow the last one; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- The request is kept in a sequence, so it leaves no row behind.
+-- The request is kept in a sequence, so it leaves no row behind.  The sequence is only
+-- counted up here: this snapshot may be older than the newest tick, and a value below
+-- that tick would hide it from every receive().
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name, caller, 'admin');
   v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
 begin
-  perform setval(v_queue.queue_tick_seq, v_last + 1);
+  if nextval(v_queue.queue_tick_seq) <= v_last then
+    perform setval(v_queue.queue_tick_seq, v_last + 1);   -- up to 0.5 the sequence was set only to force a tick
+  end if;
   return v_last;
 end
 $$;
@@ -5835,8 +5887,8 @@ end
 $$;
 
 -- Notes messages of a batch as settled (ids above 0), or something about the whole
--- batch (see pgque.settled).  Returns the ids that were new.  A transaction with an old
--- snapshot writes to both leaves, and gets 40001 if a row that it does not see is
+-- batch (see pgque.settled).  Returns the ids that were new, sorted.  A transaction with
+-- an old snapshot writes to both leaves, and gets 40001 if a row that it does not see is
 -- there.
 create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
 language plpgsql as $$
@@ -5856,7 +5908,7 @@ begin
     on conflict do nothing
     returning set_ev_id
   )
-  select pg_catalog.array_agg(g.id) into v_new
+  select pg_catalog.array_agg(g.id order by g.id) into v_new
   from (select n.set_ev_id as id from new n group by 1 having count(*) = pg_catalog.cardinality(v_leaves)) g;
   return v_new;
 end
@@ -6086,29 +6138,33 @@ end
 $$;
 
 -- Moves the messages of a batch that have no outcome from the log to the retry queue,
--- under the same batch id.  They may be delivered from p_due on.  Returns how many
--- there are.  The caller holds the batch's lock.
-create or replace function pgque._shelve(p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz) returns bigint
+-- under the same batch id.  They may be delivered from p_due on.  With p_token they get
+-- another batch id and worker instead, with p_deliveries more deliveries.  Returns how
+-- many there are.  The caller holds the batch's lock.
+create or replace function pgque._shelve(
+  p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz, p_token bigint default null, p_worker text default null, p_deliveries int default 0
+) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
+  v_token  bigint := coalesce(p_token, p_lease.pos_batch);
   v_rows   text := pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, p_lease));
   v_count  bigint;
 begin
   execute pg_catalog.format(
-    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, $2, $3, $4)).* from (%s) e'
+    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
     -- If the consumer was moved back, the message may already be in the retry queue.
     -- Then this batch takes it over from the one that has it there.
     ' on conflict (ev_owner, ev_id, ev_queue) do update'
     ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)',
     v_rows)
-  using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
+  using p_sub, p_due, v_token, coalesce(p_worker, p_lease.pos_worker), p_deliveries;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
     -- The primary key finds outcomes that this snapshot does not see.  These messages
     -- have none, so the rows noted for this check are undone.
     begin
       perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token));
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
@@ -6553,7 +6609,8 @@ comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for un
 
 create or replace function pgque.receive(
   queue_name text, consumer_name text, max_return int default 100, worker text default null,
-  visibility_timeout interval default null, ack_batch bigint default null, caller pgque.caller default current_user
+  visibility_timeout interval default null, ack_batch bigint default null, max_bytes bigint default null,
+  caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
@@ -6569,8 +6626,13 @@ declare
   v_limit   bigint;
   v_last    bigint;
   v_count   bigint := 0;
-  v_looked  bigint := 0;
+  v_bytes   bigint := 0;
+  v_passed  bigint := 0;   -- messages that may not be delivered now
 begin
+  if $7 < 1 then
+    perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
+      'Pass the number of bytes that fit into your memory, such as 64000000, or null.');
+  end if;
   v_turn := pgque._turn($1, $2, $3, $4, $5, $6, caller);
   v_sub := v_turn.sub;
   if v_sub.sub_id is null then
@@ -6590,15 +6652,21 @@ begin
   end if;
 
   if v_turn.due and v_room > 0 then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until);
-    if v_pos.pos_shelf > 0 then
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7);
+    if v_pos.pos_shelf is null then
+      v_pos.pos_shelf := 0;
+      v_room := 0;
+    elsif v_pos.pos_shelf > 0 then
       return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
       v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- the window was opened for nothing
     end if;
   end if;
 
-  -- If no message may go, a call stops after about 10,000 messages, 1,000 with keys.
-  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 and v_looked < 10000 loop
+  -- An empty answer means that no message can be delivered: the call passes any number of
+  -- messages whose key is busy, and of purged and expired ones.  A statement_timeout would
+  -- take that back, and the next call could not get further: so half of it is the limit.
+  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 loop
+    exit when v_passed > 0 and clock_timestamp() > statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2;
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
@@ -6606,9 +6674,9 @@ begin
     end if;
     v_pos.pos_last_id := null;
     if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
-      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room);
+      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
       v_pos := v_sifted.pos;
-      v_looked := v_looked + v_pos.pos_done_count * case when v_queue.queue_keyed then 10 else 1 end;
+      v_passed := v_passed + v_pos.pos_done_count;
       if v_sifted.rows is not null then
         return query execute v_sifted.rows using v_token, v_queue.queue_name, v_sifted.ids;
         get diagnostics v_count = row_count;
@@ -6622,13 +6690,14 @@ begin
       end if;
       -- A loop costs more for each row, but it finds out whether there is one message
       -- more than fits.
-      v_limit := v_room + (v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
+      v_limit := v_room + ($7 is not null or v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
       if v_limit > v_room then
         for v_row in
           execute v_rows
           using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit
         loop
-          if v_count = v_room then
+          v_bytes := v_bytes + case when $7 is not null then pgque._size(v_row.payload, v_row.payload_bytes, v_row.headers) else 0 end;
+          if v_count = v_room or v_bytes > $7 and v_count > 0 then
             v_pos.pos_last_id := v_last;
             exit;
           end if;
@@ -6653,17 +6722,25 @@ begin
     or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
 end
 $$;
-comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
+comment on function pgque.receive(text, text, int, text, interval, bigint, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
   'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
   'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
   'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
-  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that '
-  'is acknowledged first, in the same transaction. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
+  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. Their last attempt is alone in its worker: '
+  'the worker receives it when it holds nothing else, and nothing besides. ack_batch: a batch that '
+  'is acknowledged first, in the same transaction. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with '
+  'at least one message. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
   'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
-  'invalid worker name; PQ005 max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
+  'invalid worker name; PQ005 max_return or max_bytes is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
   'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
   'that is not READ COMMITTED.';
+
+-- Returns how many bytes a message adds to a batch.
+create or replace function pgque._size(p_data text, p_bytes bytea, p_headers jsonb) returns bigint
+language sql stable as $$
+  select coalesce(pg_catalog.octet_length(p_data), 0)::bigint + coalesce(pg_catalog.octet_length(p_bytes), 0) + coalesce(pg_catalog.pg_column_size(p_headers), 0)
+$$;
 
 -- Begins a delivery: closes the batch that is acknowledged, returns if there is nothing
 -- to do (sub is null then), and locks the consumer.
@@ -6743,6 +6820,10 @@ begin
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
+    sub.sub_role = 'pool' and exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after > v_now) as alone,   -- as _is_suspect() had it
     pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
   into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
@@ -6761,7 +6842,7 @@ begin
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
   end if;
-  room := p_max;
+  room := case when v_found.alone then 0 else p_max end;
   until := case when sub.sub_role = 'pool' then v_now + coalesce(p_timeout, queue.queue_visibility_timeout) else 'infinity' end;
   if open is not null then
     return;
@@ -6990,18 +7071,22 @@ $$;
 -- Chooses from the next messages of a window, at most p_max, for queues and consumers
 -- with keys or expiry.  A message whose key or lane is busy goes to the retry queue.
 -- Purged and expired messages are left out.  The slice ends at the last message that
--- was checked.  ids are the messages to deliver, and rows is the query for them.  With
--- p_whole the slice is the whole window, for a caller that reads the rest of it without
--- this function.
+-- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
+-- is how many messages the caller has passed since it last found one to deliver: the next
+-- slice is as long.  With null the slice is the whole window, for a caller that reads the
+-- rest of it without this function.  p_bytes limits the size of the messages to deliver;
+-- there is at least one.
 create or replace function pgque._sift(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_whole boolean default false,
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint, p_bytes bigint default null,
   out pos pgque.position, out ids bigint[], out rows text
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   -- Each key takes a lock.  Messages that are not delivered are checked quickly.
-  v_look   bigint := case when p_whole then null when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end;
+  v_look   bigint := case
+    when p_passed is not null then greatest(case when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end, least(p_passed, 20000))
+  end;
   v_rows   pgque.event[];
   v_more   boolean;
   v_busy   bigint[] := '{}';
@@ -7009,12 +7094,13 @@ declare
   v_claim  record;
   v_out    text[];
   v_found  record;
+  v_fit    bigint;
 begin
   pos := p_pos;
   pos.pos_done_count := 0;
   execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
     pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
-    pgque._slice_sql(p_sub, p_pos, case when p_whole then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
+    pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
     v_look + 1)
   into v_rows using p_sub;
   if v_rows is null then
@@ -7033,34 +7119,53 @@ begin
   if p_sub.sub_keyed then
     v_out := pgque._lanes_out(p_sub);
   end if;
-  with looked as materialized (
-    select e.ev_id, e.ev_extra1 as lane,
-      case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
-    from pg_catalog.unnest(v_rows) e
-  ),
-  judged as (
-    select l.ev_id, l.lane,
-      case
-        when l.what <> 'good' or l.lane is null then l.what
-        when l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
-          or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
-        else 'good'
-      end as what
-    from looked l
-  ),
-  counted as (
-    select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
-  )
-  select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'expired') as expired,
-    array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
-    max(c.ev_id) as last, count(*) as looked
-  into v_found
-  from counted c
-  -- Messages after the last one stay in the window.
-  where c.n < p_max or c.n = p_max and c.what = 'good';
+  loop
+    with looked as materialized (
+      select e.ev_id, e.ev_extra1 as lane,
+        case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
+      from pg_catalog.unnest(v_rows) e
+    ),
+    busy_lane as materialized (
+      select l.lane
+      from looked l
+      where l.what = 'good' and l.lane is not null
+      group by 1
+      having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+    ),
+    judged as (
+      select l.ev_id, l.lane,
+        case
+          when l.what <> 'good' or l.lane is null then l.what
+          when l.lane in (select b.lane from busy_lane b)
+            or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
+          else 'good'
+        end as what
+      from looked l
+    ),
+    counted as (
+      select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
+    )
+    select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what in ('good', 'expired')) as sealed,
+      count(*) filter (where c.what = 'expired') as expired,
+      array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
+      max(c.ev_id) as last, count(*) as looked
+    into v_found
+    from counted c
+    -- Messages after the last one stay in the window.
+    where c.n < p_max or c.n = p_max and c.what = 'good';
+    exit when p_bytes is null or pg_catalog.cardinality(v_found.good) > 1 is not true;
+    pos.pos_last_id := v_found.last;
+    execute pg_catalog.format(
+      'select count(*) from (select sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by e.ev_id) as bytes from (%s) e) s where s.bytes <= $2',
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($1, e.ev_id)')))
+    into v_fit using v_found.good, p_bytes;
+    exit when v_fit = pg_catalog.cardinality(v_found.good);
+    p_max := greatest(v_fit, 1);
+    p_bytes := null;
+  end loop;
   pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
   pos.pos_done_count := v_found.looked;
   pos.pos_keys := v_found.lanes;
@@ -7068,16 +7173,17 @@ begin
   if v_found.aside is not null then
     execute pg_catalog.format(
       'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
-      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and e.ev_id = any ($3)')))
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($3, e.ev_id)')))
     using p_sub, v_now, v_found.aside;
   end if;
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_found.expired));
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', v_found.expired);
   if pgque._keyed(p_queue) then
     -- Expired messages too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
-      select r from pg_catalog.unnest(v_rows) r where (r.ev_id in (select pg_catalog.unnest((select v_found.good || v_found.expired)))) is true));
+      select r from pg_catalog.unnest(v_rows) r
+      where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _among()
   end if;
-  if v_found.skip is not null and (ids is not null or p_whole) then
+  if v_found.skip is not null and (ids is not null or p_passed is null) then
     perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
   end if;
   if ids is not null then
@@ -7109,12 +7215,33 @@ $$;
 -- time, and on the last attempt each one alone.  With 5 attempts and 100 messages these
 -- are 100, 22, 5, 1.  So a message that kills its worker is alone at last.  A message
 -- that was requeued while it was leased counts from zero.
+--
+-- A worker that dies takes all that it holds with it.  So a message of which a delivery
+-- was lost gets its last attempt alone in its worker: the worker holds nothing else, and
+-- receives nothing until it is done (see _turn).  Otherwise messages that were delivered
+-- beside poison would use up their attempts with it.
 create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
     when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
     else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
   end
+$$;
+
+-- Returns whether a message that is due has its last attempt before it, and a delivery of
+-- it was lost.  A delivery that ends with a nack adds one to both numbers.
+create or replace function pgque._is_suspect(p_receives int, p_retry int, p_attempts int) returns boolean
+language sql immutable as $$ select p_receives = p_attempts - 1 and p_receives > coalesce(p_retry, 0) $$;
+
+-- Returns whether a worker of a pool holds messages.
+create or replace function pgque._holds(p_sub pgque.subscriber, p_worker text, p_now timestamptz) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_worker = p_worker and r.ev_retry_after > p_now)
+    or exists (select from pgque._held(p_sub.sub_id) h where (h.lease).pos_worker = p_worker and h.until > p_now);
+end
 $$;
 
 -- Locks messages of a consumer in the retry queue that are due, without those in p_but.
@@ -7144,9 +7271,11 @@ $$;
 
 -- Leases messages in the retry queue that are due, and returns their number.  Messages
 -- that expired, or whose attempts are used up, are removed instead.  A message with an
--- expired lease may be poison: other messages are not delivered with it.
+-- expired lease may be poison: other messages are not delivered with it.  Returns null
+-- if the worker has to finish what it holds first.  It waits for a visibility timeout at
+-- most, since a name that many processes share may always hold something.
 create or replace function pgque._take_waiting(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
+  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz, p_bytes bigint default null
 ) returns int
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -7167,6 +7296,12 @@ begin
     v_rows := pgque._due(p_sub, 1, v_now, v_busy, null);
     exit when pg_catalog.cardinality(v_rows) = 0;
     v_lapsed := v_rows[1].ev_batch is not null;
+    if p_sub.sub_role = 'pool' and pgque._is_suspect(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
+      if v_rows[1].ev_retry_after > v_now - p_queue.queue_visibility_timeout and pgque._holds(p_sub, p_worker, v_now) then
+        return null;
+      end if;
+      p_max := 1;
+    end if;
     v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
     -- Messages that are not to be delivered are removed many at a time.  After a try in
     -- which all messages were being replaced, twice as many are read.
@@ -7176,6 +7311,9 @@ begin
     end if;
     if v_look > 1 then
       v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end);
+      if p_max > 1 then
+        v_rows := array(select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts));
+      end if;
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
     v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
@@ -7187,6 +7325,17 @@ begin
     -- no more than some thousands are read.
     v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
+    if p_bytes is not null then
+      v_ids := array(
+        select s.id
+        from (
+          select i.id, i.n, sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by i.n) as bytes
+          from pg_catalog.unnest(v_ids) with ordinality i (id, n)
+          cross join lateral (select e.* from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) e
+        ) s
+        where s.n = 1 or s.bytes <= p_bytes
+        order by s.n);
+    end if;
     if pg_catalog.cardinality(v_ids) > 0 then
       -- One index lookup for each message, whatever number of rows the planner expects.
       with found as materialized (
@@ -7200,7 +7349,7 @@ begin
       where r.ctid = f.ctid;
       -- A message that waited for its first delivery was not delivered before.
       perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
-      from (select r.* from pg_catalog.unnest(v_good) r limit v_piece) r
+      from (select r.* from pg_catalog.unnest(v_good) r limit pg_catalog.cardinality(v_ids)) r
       where r.ev_receives > 0 or r.ev_retry > 0;
       return pg_catalog.cardinality(v_ids);
     end if;
@@ -7723,14 +7872,16 @@ declare
   v_pos    pgque.position := pgque._next_from(pgque._position(p_main.sub_id));
   v_token  bigint := pgque._new_batch_id(v_pos);
   v_lease  pgque.position;
+  v_fresh  bigint := 0;
 begin
   v_lease := pgque._lease(p_main.sub_id, p_batch);
   if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    perform pgque._shelve(p_main, v_lease, 'infinity');
+    v_fresh := pgque._shelve(p_main, v_lease, 'infinity', v_token, p_worker, p_deliveries);
   end if;
   update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
   where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
   get diagnostics v_pos.pos_shelf = row_count;
+  v_pos.pos_shelf := v_pos.pos_shelf + v_fresh;
   perform pgque._note(p_batch, p_main.sub_id, array[0]);
   v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
   perform pgque._delivered(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);
@@ -7773,38 +7924,40 @@ end
 $$;
 
 create or replace function pgque.receive_coop(
-  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, max_bytes bigint default null,
+  caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._join($1, $2, $3, $5, caller);
-  return query select * from pgque.receive($1, $2, $4, $3);
+  return query select * from pgque.receive($1, $2, $4, $3, max_bytes => $6);
 end
 $$;
-comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
+comment on function pgque.receive_coop(text, text, text, int, interval, bigint, pgque.caller) is
   'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each worker gets other messages. '
   'Registers the worker on first use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. '
-  'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
+  'max_bytes: as for receive(). Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return or max_bytes is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
   'own.';
 
--- Does what next_batch_custom() does, for one of several workers.
+-- There is no argument caller, as in next_batch_custom() without a subconsumer.
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
-  dead_interval interval default null, caller pgque.caller default current_user
-) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  perform pgque._join($1, $2, $3, $7, caller);
-  return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);
-end
+  dead_interval interval default null,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$
+  select pgque._join($1, $2, $3, $7);
+  select * from pgque._next_batch($1, $2, $3, $4, $5, $6);
 $$;
-comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
-  'Opens a batch for a worker (subconsumer) as next_batch() does, for a bigger window, and returns only its id.';
+comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval) is
+  'Opens a batch for a worker (subconsumer) as next_batch() does, with the conditions and the result of next_batch_custom() without a subconsumer.';
 
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
 ) returns bigint
-language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
+language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, $3, null, null, null, $4) b $$;
 comment on function pgque.next_batch(text, text, text, interval) is
   'Opens a batch for one of several workers (subconsumers) that share a consumer; each worker gets other windows. Registers the worker on first '
   'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '
@@ -7814,11 +7967,11 @@ comment on function pgque.next_batch(text, text, text, interval) is
 -- ---------------------------------------------------------------------------
 
 -- Opens a batch, PgQ's way: messages in the retry queue that are due, else the next
--- whole window, from one tick to the next, or the rest of one that receive() has begun.
--- The id of an open batch is returned again.  Null if nothing is due and there is no
--- further tick.  Messages that receive() would not deliver are left out, and bodies are
--- final from here on, since a client may read the batch only when it finishes it.  With
--- a worker, a subconsumer, the batch belongs to that worker.
+-- window (see _next_window), or the rest of one that receive() has begun.  The id of an
+-- open batch is returned again.  Null if nothing is due and there is no further tick.
+-- Messages that receive() would not deliver are left out, and bodies are final from here
+-- on, since a client may read the batch only when it finishes it.  With a worker, a
+-- subconsumer, the batch belongs to that worker.
 create or replace function pgque._next_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -7847,20 +8000,12 @@ begin
     end if;
     if v_pos.pos_shelf = 0 then
       if v_pos.pos_done_id is null then
-        v_prev := pgque._tick(v_queue.queue_id, v_pos.pos_tick);
-        execute format(
-          'select t.* from (%s) t where t.tick_id > $1'
-          ' and ($2 is null or t.tick_time <= $3 - $2)'
-          ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
-          ' order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_cur
-        using v_pos.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
-        if v_cur.tick_id is null then
+        v_pos := pgque._next_window(v_pos, v_queue, $4, $5, $6);
+        if v_pos.pos_next_tick is null then
           batch_id := null;
           perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
           return;
         end if;
-        v_pos := pgque._with_window(v_pos, v_cur);
       end if;
       v_pos.pos_last_id := null;
       -- The number of messages is not known yet.
@@ -7868,7 +8013,7 @@ begin
       v_count := v_pos.pos_done_count;
       v_queue := pgque._with_options(v_queue.queue_id);
       if v_queue.queue_keyed or v_queue.queue_expiring then
-        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
+        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, null);
       end if;
     end if;
     perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, batch_id, $3, v_turn.until, true);
@@ -7881,6 +8026,40 @@ begin
   prev_tick_id := v_prev.tick_id;
   prev_tick_time := v_prev.tick_time;
   prev_tick_event_seq := v_prev.tick_event_seq;
+end
+$$;
+
+-- Opens the window of a batch.  Without conditions it ends as that of receive() does, at
+-- the furthest tick up to ticker_max_count events, so that a consumer that lags by many
+-- small ticks catches up.  A condition on the size chooses the nearest tick that fits:
+-- its caller decides how big windows are.
+create or replace function pgque._next_window(
+  p_pos pgque.position, p_queue pgque.queue, p_min_lag interval, p_min_count int, p_min_interval interval
+) returns pgque.position
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_sized  boolean := p_min_count is not null or p_min_interval is not null;
+  v_prev   pgque.tick;
+  v_tick   pgque.tick;
+begin
+  p_pos := pgque._with_window(p_pos, null);
+  if p_min_lag is null and not v_sized then
+    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count, p_queue.queue_reader);
+  end if;
+  v_prev := pgque._tick(p_queue.queue_id, p_pos.pos_tick);
+  for v_tick in
+    execute pg_catalog.format(
+      'select t.* from (%s) t where t.tick_id > $1'
+      ' and ($2 is null or t.tick_time <= $3 - $2)'
+      ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
+      ' order by t.tick_id limit $8', pgque._ticks_sql(p_queue.queue_id))
+    using p_pos.pos_tick, p_min_lag, pgque.clock(), p_min_count, p_min_interval, v_prev.tick_event_seq, v_prev.tick_time,
+      case when v_sized then 1 else 100 end
+  loop
+    exit when p_pos.pos_next_tick is not null and v_tick.tick_event_seq > p_pos.pos_event_seq + p_queue.queue_ticker_max_count;
+    p_pos := pgque._with_window(p_pos, v_tick);
+  end loop;
+  return p_pos;
 end
 $$;
 
@@ -7899,8 +8078,8 @@ create or replace function pgque.next_batch_custom(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
 comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
-  'Opens a batch as next_batch_info() does, for a bigger window: it ends at a tick that is at least min_lag old, and spans at least min_count events '
-  'or min_interval of time. NULL is no condition.';
+  'Opens a batch as next_batch_info() does, with conditions: it ends at a tick that is at least min_lag old, and, with min_count or min_interval, at '
+  'the nearest tick so that it spans at least this number of events or this time. NULL is no condition.';
 
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
@@ -7915,7 +8094,8 @@ comment on function pgque.next_batch_info(text, text) is
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. Retries that '
+  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
+  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more. Retries that '
   'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
   'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
   'workers; PQ011 not subscribed.';
@@ -8105,14 +8285,22 @@ create or replace function pgque._heads_of_lanes(
 returns pgque.retry_queue[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_out  text[] := pgque._lanes_out(p_sub);
-  v_due  bigint[];
+  v_out    text[];
+  v_lanes  text[];
+  v_free   bigint[];   -- messages without a lane
+  v_count  bigint;
 begin
-  v_due := array(
-    select r.ev_id from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
-  if pg_catalog.cardinality(v_due) = 1000 then
-    v_due := v_due || array(
+  -- The leased message of a lane may have been sent later than the first one.
+  v_out := pgque._lanes_out(p_sub) || array(
+    select r.ev_lane from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > p_now and r.ev_lane is not null);
+  select count(*), pg_catalog.array_agg(distinct r.ev_lane) filter (where r.ev_lane is not null), pg_catalog.array_agg(r.ev_id) filter (where r.ev_lane is null)
+  into v_count, v_lanes, v_free
+  from (
+    select r.ev_id, r.ev_lane from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000) r;
+  if v_count = 1000 then
+    v_lanes := array(
       with recursive lane (lane) as (
         (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
         union all
@@ -8121,31 +8309,31 @@ begin
         from lane l
         where l.lane is not null
       )
-      select h.ev_id
-      from lane l
-      cross join lateral (
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h)
-      || array(
-        select r.ev_id from pgque.retry_queue r
-        where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
+      select l.lane from lane l where l.lane is not null);
+    v_free := array(
+      select r.ev_id from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
   end if;
+  -- One index lookup for each key and for each message, whatever the planner expects.
   return array(
     select pgque._slim_waiting(r)
     from (
       select r.*
-      from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now
-        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
-        and (r.ev_lane is null
-          or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
-            -- The leased message of the key may have been sent later.
-            and not exists (
-              select from pgque.retry_queue o
-              where o.ev_owner = p_sub.sub_id and o.ev_lane = r.ev_lane
-                and (o.ev_id < r.ev_id or o.ev_batch is not null and o.ev_retry_after > p_now)))
+      from (
+        select h.place
+        from (select pg_catalog.unnest(v_lanes) except select pg_catalog.unnest(v_out)) l (lane)
+        cross join lateral (
+          select h.ctid as place from pgque.retry_queue h where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane order by h.ev_id limit 1) h
+        union all
+        select f.place
+        from pg_catalog.unnest(v_free) i (id)
+        cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner = p_sub.sub_id and f.ev_id = i.id offset 0) f
+      ) found
+      join pgque.retry_queue r on r.ctid = found.place
+      where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
       order by r.ev_batch is null, r.ev_id
       limit p_max
-      for update skip locked
+      for update of r skip locked
     ) r);
 end
 $$;
@@ -8194,6 +8382,13 @@ create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
 comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
 
+-- Returns whether a sorted array has an id.  This is a binary search, because an IN over
+-- unnest() compares each row with each id as soon as the ids exceed work_mem, and a join
+-- does where the planner expects few.  The array is a parameter of dynamic SQL or
+-- (select v_ids): otherwise PL/pgSQL copies it for each row.
+create or replace function pgque._among(p_sorted bigint[], p_id bigint) returns boolean
+language sql immutable as $$ select (p_sorted[pg_catalog.width_bucket(p_id, p_sorted)] = p_id) is true $$;
+
 -- Gives messages of an open batch their outcome.  p_ids null: all that have none yet.
 -- p_what: ack, archive, nack (again after p_after, or given up), retry (again in any
 -- case), dead, release (again at once).
@@ -8211,11 +8406,15 @@ declare
   v_lease  pgque.position;
   v_state  record;
   v_rows   text;
-  v_log    bigint[];   -- those of them that are in the log
+  v_ids    bigint[];   -- p_ids, sorted
+  v_log    bigint[];   -- those of them that are in the log, sorted
   v_new    bigint[];   -- those that get their outcome now
   v_gone   bigint[];   -- the same of those that were in the retry queue
 begin
   p_ids := pgque._flat(p_ids);
+  if p_ids is not null then
+    v_ids := array(select i.id from pg_catalog.unnest(p_ids) i (id) where i.id is not null group by 1 order by 1);
+  end if;
   if v_sub.sub_id is null then
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
@@ -8232,11 +8431,12 @@ begin
     v_state.closed := true;
   end if;
   if v_lease.pos_fresh > 0 and not v_state.closed then
-    v_rows := pgque._chosen_sql(v_sub, v_lease, p_ids);
-    execute pg_catalog.format('select array_agg(e.ev_id) from (%s) e', v_rows) into v_log;
+    v_rows := pgque._chosen_sql(v_sub, v_lease, v_ids);
+    execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._among($1, e.ev_id)', v_rows)
+    into v_log using v_ids;
     -- A message may be settled in the leaf that is no longer written.
     v_new := pgque._note(p_batch, v_sub.sub_id, array(
-      select l.id from pg_catalog.unnest(v_log) l (id) where not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = l.id)));
+      select pg_catalog.unnest(v_log) except select s.set_ev_id from pgque.settled s where s.set_batch = p_batch));
     if v_sub.sub_role = 'pool' and (p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count) then
       perform pgque._note(p_batch, v_sub.sub_id, array[0]);
     end if;
@@ -8244,8 +8444,8 @@ begin
   if p_wait then
     perform from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids) for update;
   end if;
-  v_gone := pgque._apply(v_sub, v_lease, p_batch, p_ids, v_rows, v_new, p_what, p_after, p_reason);
-  v_new := v_new || v_gone;
+  v_gone := pgque._apply(v_sub, v_lease, p_batch, v_ids, v_rows, v_new, p_what, p_after, p_reason);
+  v_new := array(select n from pg_catalog.unnest(v_new || v_gone) n order by n);
   if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
     -- So the batch is known to be whole apart from them; see _still_whole().
     perform pgque._note(p_batch, v_sub.sub_id, array(select g.id + 4611686018427387904 from pg_catalog.unnest(v_gone) g (id)));
@@ -8256,7 +8456,7 @@ begin
   end if;
   if exists (
     select from pgque.retry_queue r
-    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
+    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and ((select v_ids))[pg_catalog.width_bucket(r.ev_id, (select v_ids))] = r.ev_id)   -- as _among()
   then
     -- The session that has one of them locked may roll back.  But the caller gets the
     -- answer that it is lost, so an ack of the rest must not finish it.
@@ -8267,7 +8467,7 @@ begin
       case
         when i.ok then null
         when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
-        when i.id in (select pg_catalog.unnest((select v_log))) then 'settled already'
+        when ((select v_log))[pg_catalog.width_bucket(i.id, (select v_log))] = i.id then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
         when v_lease.pos_sub is null or v_state.closed then 'batch not open'
         when i.taken then 'lost to another worker'
@@ -8275,34 +8475,32 @@ begin
       end
     from (
       select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
-        (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok,
+        (((select v_new))[pg_catalog.width_bucket(u.id, (select v_new))] = u.id) is true as ok,
         exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
       from pg_catalog.unnest(p_ids) u (id)
     ) i;
 end
 $$;
 
--- Returns the query of those messages of a batch from the log that p_ids names; null:
--- all.
+-- Returns the query of the messages of a batch from the log between the first and the
+-- last of p_ids, which are sorted; null: all.
 create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
 language plpgsql as $$
 begin
   if p_ids is null then
     return pgque._slice_sql(p_sub, p_lease);
   end if;
-  p_lease.pos_done_id := greatest(p_lease.pos_done_id, (select min(i.id) - 1 from pg_catalog.unnest(p_ids) i (id) where i.id > 0));
-  p_lease.pos_last_id := least(p_lease.pos_last_id, (select max(i.id) from pg_catalog.unnest(p_ids) i (id)));
+  p_lease.pos_done_id := greatest(p_lease.pos_done_id, greatest(p_ids[1], 1) - 1);
+  p_lease.pos_last_id := least(p_lease.pos_last_id, p_ids[pg_catalog.cardinality(p_ids)]);
+  -- For one message of many an index is best.
   return pgque._slice_sql(p_sub, p_lease,
-    -- For one message of many an index is best.  Many messages are found with a hash
-    -- table.
-    pg_catalog.format(case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = any (%L::bigint[])'
-      else ' and (e.ev_id in (select i.id from pg_catalog.unnest(%L::bigint[]) i (id))) is true' end, pg_catalog.array_remove(p_ids, null)),
-    null, pgque._is_big(p_lease, 500));
+    case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = ' || p_ids[1] else '' end, null, pgque._is_big(p_lease, 500));
 end
 $$;
 
 -- Applies the outcome to the messages of a batch: to those of the log that p_new names,
--- and to those in the retry queue.  Returns the ids of the latter.
+-- and to those in the retry queue.  Returns the ids of the latter.  p_ids and p_new are
+-- sorted.
 create or replace function pgque._apply(
   p_sub pgque.subscriber, p_lease pgque.position, p_batch bigint, p_ids bigint[], p_rows text, p_new bigint[],
   p_what text, p_after interval, p_reason text
@@ -8319,9 +8517,8 @@ begin
     -- Rows that another session has locked are being taken over.
     v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
       ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
-      ' and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest($4) i (id)), 0)'
-      ' and e.ev_id <= coalesce((select max(i.id) from pg_catalog.unnest($4) i (id)), 9223372036854775807)'
-      ' and ($4 is null or (e.ev_id in (select pg_catalog.unnest((select $4)))) is true)'
+      ' and e.ev_id >= coalesce($4[1], 0) and e.ev_id <= coalesce($4[pg_catalog.cardinality($4)], 9223372036854775807)'
+      ' and ($4 is null or pgque._among($4, e.ev_id))'
       ' order by e.ev_id for update skip locked),'
       ' gone as (delete from pgque.retry_queue r using found f where r.ctid = f.ctid returning r.*)';
     v_items := 'select g.* from gone g';
@@ -8329,7 +8526,7 @@ begin
   if p_new is not null and p_what <> 'ack' then
     v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
       'select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
-      ' where (e.ev_id in (select pg_catalog.unnest((select $5)))) is true', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
+      ' where pgque._among($5, e.ev_id)', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
   end if;
   if v_items is null then
     return null;
@@ -8348,7 +8545,7 @@ begin
       perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
     end loop;
   end if;
-  return (select pg_catalog.array_agg(i.id) from pg_catalog.unnest(v_ids) i (id) where (i.id in (select pg_catalog.unnest((select p_new)))) is not true);
+  return nullif(array(select pg_catalog.unnest(v_ids) except select pg_catalog.unnest(p_new)), '{}');
 end
 $$;
 
@@ -8560,19 +8757,19 @@ $$;
 create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  batch_id := pgque._batch_for(caller, $1);
-  perform pgque._pool_of($1);
-  return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
+  return (select count(*) from pgque._settle(pgque._batch_for(caller, $1), $2, 'release', null, null, false) f where f.ok);
 end
 $$;
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
-  'Releases messages of a worker''s batch, all by default, and returns their number. Any worker can receive them at once; their receive_count stays. '
-  'Errors: PQ005 the batch is not a worker''s.';
+  'Releases messages of a batch, all by default, and returns their number. They can be received at once, by any worker of the consumer. A release is '
+  'no failure: retry_count stays; receive_count counts each delivery. A consumer without workers acknowledges the batch afterwards, and receives the '
+  'messages in another one.';
 
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
+    perform pgque._pool_of(pgque._batch_for(caller, $1));
     return pgque.release($1, null, caller);
   end if;
   return pgque._lease_until(pgque._batch_for(caller, $1), $2, false);
@@ -8756,7 +8953,15 @@ language sql stable as $$
   select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
 $$;
 
--- Creates the leaf of a bucket if it does not exist.  A lock serialises this.
+-- Returns the condition for the archived messages of a queue, on a row a or e of
+-- pgque.archive.  Optionally for a part of its buckets.
+create or replace function pgque._archived_by(p_alias text, p_queue_id int, p_since timestamptz default null, p_until timestamptz default null) returns text
+language sql stable as $$
+  select pg_catalog.format('(%1$s.bucket between %2$s and %3$s or %1$s.bucket = 0 and %1$s.arc_queue = %4$s)', p_alias,
+    pgque._bucket(p_queue_id, coalesce(p_since, '2000-01-01Z')), pgque._bucket(p_queue_id, coalesce(p_until, 'infinity')), p_queue_id)
+$$;
+
+-- Creates the leaf of a bucket if it does not exist, for one session at a time.
 create or replace function pgque._archive_leaf(p_bucket bigint) returns void
 language plpgsql as $$
 declare
@@ -8766,14 +8971,74 @@ begin
     return;
   end if;
   perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.archive'), pg_catalog.hashtext(v_leaf));
-  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
-    return;
-  end if;
   execute pg_catalog.format('create table pgque.%I (like pgque.archive including defaults)', v_leaf);
   perform pgque._set_rights(array[('pgque.' || v_leaf)::regclass::oid]);
   execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (archive_id)', v_leaf, v_leaf || '_pkey');
   execute pg_catalog.format('create index %I on pgque.%I (ev_id)', v_leaf || '_ev_id', v_leaf);
   execute pg_catalog.format('alter table pgque.archive attach partition pgque.%I for values in (%s)', v_leaf, p_bucket);
+exception
+  when duplicate_table then
+    null;   -- another session created it.  An advisory lock does not refresh this session's copy of the catalog.
+end
+$$;
+
+-- Creates the leaves of the archive that are needed, for queues with archive_on_ack in
+-- advance, and moves messages into them.
+create or replace function pgque._fill_archive() returns int
+language plpgsql set lock_timeout = '50ms' as $$
+declare
+  v_bucket  bigint;
+  v_rest    boolean := pg_catalog.pg_relation_size('pgque.archive_0') > 0;
+  v_count   int := 0;
+begin
+  for v_bucket in
+    select b.bucket
+    from (
+      select pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day')
+      from pgque.queue q, pg_catalog.generate_series(0, 1) d (days)
+      where q.queue_archive_on_ack
+      union
+      select pgque._bucket(q.queue_id, a.archived_at)
+      from pgque.archive_0 a
+      join pgque.queue q on q.queue_id = a.arc_queue
+      where v_rest
+    ) b (bucket)
+    where pg_catalog.to_regclass('pgque.archive_' || b.bucket) is null
+    order by pg_catalog.random()
+    limit 50
+  loop
+    perform pgque._archive_leaf(v_bucket);
+  end loop;
+  if v_rest then
+    delete from pgque.archive_0 a where not exists (select from pgque.queue q where q.queue_id = a.arc_queue);
+    with found as materialized (
+      select a.archive_id from pgque.archive_0 a
+      where pg_catalog.to_regclass('pgque.archive_' || pgque._bucket(a.arc_queue, a.archived_at)) is not null
+      limit 10000
+      for update skip locked
+    ),
+    moved as (
+      delete from pgque.archive m using found f
+      where m.bucket = 0 and m.archive_id = f.archive_id
+      returning m as item
+    )
+    insert into pgque.archive
+    select n.* from moved m cross join lateral pgque._in_bucket(m.item, pgque._bucket((m.item).arc_queue, (m.item).archived_at)) n;
+    get diagnostics v_count = row_count;
+    if not exists (select from pgque.archive_0) then
+      perform pgque._empty('pgque.archive_0', true);
+    end if;
+  end if;
+  return v_count;
+end
+$$;
+
+-- Returns a row of the archive with another bucket.
+create or replace function pgque._in_bucket(p_row pgque.archive, p_bucket bigint) returns pgque.archive
+language plpgsql as $$
+begin
+  p_row.bucket := p_bucket;
+  return p_row;
 end
 $$;
 
@@ -8783,9 +9048,9 @@ $$;
 create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
-  v_now  timestamptz := pgque.clock();
+  v_now     timestamptz := pgque.clock();
+  v_bucket  bigint := pgque._bucket(p_queue_id, v_now);
 begin
-  perform pgque._archive_leaf(pgque._bucket(p_queue_id, v_now));
   return coalesce(p_with || ', ', 'with ') || pg_catalog.format(
     'kept as (insert into pgque.archive (bucket, archived_at, arc_queue, arc_consumer, arc_worker, arc_outcome, arc_receives,'
     ' ev_id, ev_time, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)'
@@ -8793,7 +9058,8 @@ begin
     ' i.ev_id, i.ev_time, i.ev_retry, i.ev_type, i.ev_data, i.ev_extra1, i.ev_extra2, i.ev_extra3, i.ev_extra4,'
     ' i.ev_headers, i.ev_key, i.ev_bytes, i.ev_expires, i.ev_error'
     ' from (%s) i returning ev_id)'
-    ' select array_agg(k.ev_id) from kept k', pgque._bucket(p_queue_id, v_now), v_now, p_queue_id, p_items);
+    ' select array_agg(k.ev_id) from kept k', case when pg_catalog.to_regclass('pgque.archive_' || v_bucket) is null then 0 else v_bucket end,
+    v_now, p_queue_id, p_items);
 end
 $$;
 
@@ -8818,7 +9084,7 @@ begin
     order by a.archive_id desc
     limit %s
     $q$,
-    concat_ws(' and ', 'a.bucket >= ' || pgque._bucket(v_queue.queue_id, coalesce($3, '2000-01-01Z')), 'a.bucket <= ' || pgque._bucket(v_queue.queue_id, coalesce($4, 'infinity')),
+    concat_ws(' and ', pgque._archived_by('a', v_queue.queue_id, $3, $4),
       'a.archived_at >= ' || quote_literal($3), 'a.archived_at < ' || quote_literal($4), 'a.archive_id < ' || $9, 'a.ev_type = ' || quote_literal($5),
       'a.ev_key = ' || quote_literal($6), 'c.co_name = ' || quote_literal($7),
       pgque._matching_sql($8, 'pg_catalog.left(a.ev_data, 100000), a.ev_headers::text, a.ev_key')),
@@ -8839,8 +9105,9 @@ declare
   v_leaf  text;
   v_queue text;
 begin
-  -- Leaf by leaf, the newest first: a query over all of them locks them all.
-  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.day desc loop
+  -- Leaf by leaf, the newest first: a query over all of them locks them all.  archive_0 is
+  -- before them, since maintenance moves its messages to the others.
+  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.queue_id > 0, l.day desc loop
     begin
       execute format('select a.* from %s a where a.archive_id = $1', v_leaf) into v_row using $1;
       perform pgque._let_go();
@@ -8880,7 +9147,8 @@ $$;
 comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
   'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
 
--- Returns the leaves of the archive, each with its queue and its day as in _bucket().
+-- Returns the leaves of the archive, each with its queue and its day as in _bucket(); both
+-- are 0 for archive_0.
 create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
 language sql volatile as $$
   select 'pgque.' || pg_catalog.quote_ident(c.relname), b.bucket / 100000, b.bucket % 100000,
@@ -8897,19 +9165,27 @@ $$;
 create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
 language plpgsql as $$
 declare
+  v_upto   bigint := case when p_before is not null then pgque._bucket(p_queue_id, p_before) % 100000 end;
+  v_days   bigint[];
   v_leaf   text;
-  v_count  int := 0;
+  v_day    bigint;
 begin
-  for v_leaf in
-    select l.leaf
+  with gone as (
+    delete from pgque.archive_0 a
+    where a.arc_queue = p_queue_id and (v_upto is null or pgque._bucket(p_queue_id, a.archived_at) % 100000 < v_upto)
+    returning a.archived_at
+  )
+  select array_agg(distinct pgque._bucket(p_queue_id, g.archived_at) % 100000) into v_days from gone g;
+  for v_leaf, v_day in
+    select l.leaf, l.day
     from pgque._archive_leaves() l
     where l.queue_id = p_queue_id and not l.is_empty
-      and (p_before is null or l.day < pgque._bucket(p_queue_id, p_before) % 100000)
+      and (v_upto is null or l.day < v_upto)
   loop
     execute 'truncate ' || v_leaf;
-    v_count := v_count + 1;
+    v_days := pg_catalog.array_append(pg_catalog.array_remove(v_days, v_day), v_day);
   end loop;
-  return v_count;
+  return coalesce(pg_catalog.cardinality(v_days), 0);
 end
 $$;
 
@@ -8926,7 +9202,7 @@ begin
   v_leaves := array(
     select l.leaf
     from pgque._archive_leaves() l
-    where l.is_empty and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
+    where l.is_empty and l.queue_id > 0 and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
     order by pg_catalog.random()
     limit 50);
   if pg_catalog.cardinality(v_leaves) = 0 then
@@ -9061,9 +9337,10 @@ language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floo
 create or replace function pgque._woken() returns timestamptz
 language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
 
--- Returns when maint_retry_events() has work; null if the retry queue is empty.
+-- Returns when maint_retry_events() has work; null if the retry queue is empty, or if one
+-- of the tables is locked: the loop calls this in each round, and must not wait.
 create or replace function pgque._next_retry() returns timestamptz
-language plpgsql set enable_seqscan = off set jit = off as $$
+language plpgsql set enable_seqscan = off set jit = off set lock_timeout = '20ms' as $$
 declare
   v_since  timestamptz := least(pgque._woken(), pgque.clock());
 begin
@@ -9088,6 +9365,9 @@ begin
       order by r.ev_retry_after
       limit 1)
     ) r);
+exception
+  when lock_not_available then
+    return null;
 end
 $$;
 
@@ -9271,10 +9551,12 @@ comment on function pgque.dlq_inspect(text, int, text, text, text, text, timesta
   'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
   'page. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
 
--- Returns the common form of reasons that differ only by numbers.
+-- Returns the common form of reasons that differ only by numbers.  Digits after a letter
+-- belong to a word (utf8), and so do one or two digits after a letter and a hyphen
+-- (utf-8, but not order-4711).
 create or replace function pgque._reason_kind(p_reason text) returns text
 language sql immutable as $$
-  select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '\d+', 'N', 'g'), 200), '')
+  select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '(?<![[:alnum:]])(?:(?<![[:alpha:]]-)\d+|\d{3,})', 'N', 'g'), 200), '')
 $$;
 
 -- Returns whether a reason is p_wanted, as it is or as _reason_kind() returns it; null
@@ -9314,7 +9596,7 @@ $$;
 comment on function pgque.dlq_reasons(text, pgque.caller) is
   'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
   'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
-  'characters, shows numbers as N, and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
+  'characters, shows numbers as N (not digits of a word, such as utf-8), and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
 
 -- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
 -- same one.  p_call: the function to record in list_actions(), if a role calls it by
@@ -9440,7 +9722,7 @@ end
 $$;
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
   'Requeues a dead letter: the consumer that failed it receives the message again. Returns the message''s id, which stays. Its retries '
-  'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
+  'count from zero, and retention_period from now. Errors: PQ008 no such dead letter; PQ011 that consumer was '
   'unsubscribed.';
 
 create or replace function pgque.dlq_requeue_all(
@@ -9826,6 +10108,31 @@ comment on function pgque.seek(text, text, bigint, boolean, uuid, pgque.caller) 
   'nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. incarnation: see queue_incarnation(). Errors: PQ001 no '
   'such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is not stored, or the queue is another incarnation.';
 
+-- With no event before the earliest stored tick, nothing that was sent is missing.
+create or replace function pgque.seek_to_time(queue_name text, consumer_name text, at timestamptz, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_queue  pgque.queue;
+  v_tick   pgque.tick;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+  v_tick := pgque._find_tick(v_queue, $3::text);
+  if v_tick.tick_time > $3 and v_tick.tick_event_seq > 0 then
+    perform pgque._fail('PQ015', format('queue %I has no tick as old as %s: its earliest is from %s', v_queue.queue_name, $3, v_tick.tick_time),
+      format('Some messages from before that time may no longer be stored. To replay all that are: select pgque.seek_to_time(%L, %L, %L); '
+        'To keep messages for longer after all consumers have finished them, raise rotation_period: they stay for two to three times as long.',
+        v_queue.queue_name, $2, v_tick.tick_time));
+  end if;
+  return pgque.seek(v_queue.queue_name, $2, v_tick.tick_id, true);
+end
+$$;
+comment on function pgque.seek_to_time(text, text, timestamptz, pgque.caller) is
+  'Moves a consumer back or forward to a time, and returns the tick where it stands: the last one at or before this time. It receives everything '
+  'that became visible later, also what it has acknowledged; a few messages from just before may be among it. An open batch is dropped. Messages that all '
+  'consumers have finished stay for two to three rotation_period. Errors: PQ001 no such queue; PQ005 at is NULL, or the consumer has workers; '
+  'PQ011 not subscribed; PQ015 older ticks are no longer stored: the error names the earliest.';
+
 create or replace function pgque._stream_key(p_sub pgque.subscriber) returns int
 language sql immutable as $$ select pg_catalog.hashtext(p_sub.sub_queue || ' ' || p_sub.sub_consumer) $$;
 
@@ -10165,7 +10472,7 @@ begin
     )
     select distinct on (e.ev_id) %4$s
     from (
-      (select %5$s from pgque.archive e where e.bucket >= %3$s * 100000::bigint and e.bucket < (%3$s + 1) * 100000::bigint and e.arc_consumer = %6$s and %7$s)
+      (select %5$s from pgque.archive e where %13$s and e.arc_consumer = %6$s and %7$s)
       union all
       (select %8$s from pgque.dead_letter e where e.dl_queue_id = %3$s and e.dl_consumer_id = %6$s and %7$s)
       union all
@@ -10181,7 +10488,8 @@ begin
     v_which, pgque._event_columns(), pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
       'select (pgque._event(e)).* from pgque.retry_queue e where e.ev_owner = %s and e.ev_queue = %s and %s', v_of.sub_id, p_queue.queue_id, v_ids)),
     v_sub.sub_id, v_ids,
-    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then 'e.ev_owner = ' || v_of.sub_id else 'false' end, null, v_since));
+    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then 'e.ev_owner = ' || v_of.sub_id else 'false' end, null, v_since),
+    pgque._archived_by('e', p_queue.queue_id));
 end
 $$;
 
@@ -10884,36 +11192,41 @@ begin
 end
 $$;
 
--- Gives up messages that wait in the retry queue since before p_cutoff.  Returns 1 if
--- it gave up 10,000, the most for one call.  A lease without an end does not keep a
--- message.
+-- Gives up messages of the retry queue that could be delivered since before p_cutoff.  The
+-- time counts from when a message was due, and not from the send: a message with a long
+-- delay keeps its retries.  A lease without an end does not keep a message: then the time
+-- counts from the delivery.  Returns 1 if it gave up 10,000, the most for one call.
 create or replace function pgque._give_up_waiting(p_queue pgque.queue, p_cutoff timestamptz) returns int
 language plpgsql as $$
 declare
-  v_now    timestamptz := pgque.clock();
+  v_held   bigint[];
   v_aside  record;
   v_item   pgque.retry_queue;
   v_sub    pgque.subscriber;
   v_count  int := 0;
 begin
+  v_held := array(
+    select h.ev_batch
+    from (
+      select distinct e.ev_owner, e.ev_batch from pgque.retry_queue e
+      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_retry_after = 'infinity'
+    ) h
+    where coalesce((pgque._lease(h.ev_owner, h.ev_batch)).pos_time, '-infinity') < p_cutoff);
   v_aside := pgque._claim_aside(p_queue.queue_id, array(
     select pgque._slim_waiting(e)
     from (
       select e.* from pgque.retry_queue e
-      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
-        and e.ev_key is not null and e.ev_receives = 0 and (e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
+      where e.ev_queue = p_queue.queue_id and e.ev_retry_after < p_cutoff and e.ev_owner <> 0
+        and e.ev_key is not null and e.ev_receives = 0
       limit 10000
       for update skip locked
     ) e));
   for v_item in
     with found as materialized (
       select e.ctid from pgque.retry_queue e
-      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
-        and (e.ev_batch is null or e.ev_retry_after <= v_now or e.ev_retry_after = 'infinity')
+      where e.ev_queue = p_queue.queue_id and e.ev_owner <> 0 and (e.ev_retry_after < p_cutoff or e.ev_batch = any (v_held))
         and (e.ev_key is null or e.ev_receives > 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
-        -- For a requeued dead letter, the time counts from when it was requeued.
-        and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
     )
@@ -11033,6 +11346,9 @@ begin
 end
 $$;
 
+-- The rows stay in the log until rotation.  So that nobody reads them again, the purge
+-- gives all stored ticks the snapshot of its own one: windows that begin or end there have
+-- no purged message.  The ticks keep their ids, for readers with offsets of their own.
 create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -11045,19 +11361,26 @@ begin
   perform pgque._need_read_committed('purge()');
   perform pgque._rebase(v_queue.queue_id);
   perform pgque._let_keys_be_said(v_queue);
+  -- Calls that move a consumer to a stored tick wait here.
+  perform from pgque.queue q where q.queue_id = v_queue.queue_id for no key update;
   perform pgque._stop_all(v_queue.queue_id);
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
-  -- A block with an exception handler is a subtransaction, which _store_tick() needs.
+  -- A block with an exception handler is a subtransaction, which _store_tick() needs, and
+  -- the same counts for the ticks that get the values of this one.
   begin
     perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
+    v_last := pgque._last_tick(v_queue);
+    for n in 0..2 loop
+      execute format('update pgque.tick_%s_%s t set tick_snapshot = $1, tick_event_seq = $2 where t.tick_id < $3', v_queue.queue_id, n)
+      using v_last.tick_snapshot, v_last.tick_event_seq, v_last.tick_id;
+    end loop;
   exception
     when sqlstate 'PQ099' then
       raise;
   end;
-  v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null loop
     v_pos := pgque._position(v_sub.sub_id);
     perform pgque._note(o.token, v_sub.sub_id, array[0]) from unnest(v_pos.pos_open) o (token);
@@ -11078,9 +11401,10 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Dead letters and the archive stay. For a batch '
-  'that was open, ack() then returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such '
-  'queue; 25000 not READ COMMITTED.';
+  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Nobody can read them again, neither a consumer '
+  'that subscribes at earliest or is moved back, nor read_window(). Dead letters and the archive stay. For a batch that was open, ack() then '
+  'returns 0 or false. Rotation later empties the tables on disk. Returns the number of messages that the slowest consumer had ahead of it. Errors: '
+  'PQ001 no such queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque._expire_messages(p_queue_id int) returns bigint
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
@@ -11162,10 +11486,6 @@ begin
     perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := coalesce((select sum(pgque._expire_messages(q.queue_id)) from pgque.queue q), 0);
   end if;
-  -- Created here, so that no consumer has to, with others waiting for it.
-  perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
-  from pgque.queue q, generate_series(0, 1) d (days)
-  where q.queue_archive_on_ack;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
     perform setval('pgque.delete_expired_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := v_count + coalesce((select sum(pgque._delete_expired(q.queue_id)) from pgque.queue q), 0);
@@ -11533,7 +11853,7 @@ begin
   end if;
   -- A failure in one part must not stop the others.  _drop_leaves is last: all others
   -- use the tables that it locks.
-  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;
@@ -11617,8 +11937,8 @@ exception
 end
 $$;
 comment on function pgque.set_tick_period_ms(int) is
-  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (default 100), and returns it. A '
-  'running loop follows at once. Errors: PQ005 out of range.';
+  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, unless the queue''s tick_gap is longer: 1 to 60000 '
+  'milliseconds (default 100). Returns it. A running loop follows at once. Errors: PQ005 out of range.';
 
 create or replace function pgque.set_tick_share(percent int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -11648,6 +11968,22 @@ begin
 end
 $$;
 
+-- Returns the settings of the loop and the time of the last stop(); the defaults while the
+-- table is locked, since ticks must not wait for it.
+create or replace function pgque._loop_bounds(out stopped_at timestamptz, out period interval, out share float8)
+language plpgsql set lock_timeout = '20ms' as $$
+begin
+  period := '100 milliseconds';
+  share := 0.15;
+  select max(c.stopped_at), coalesce(max(c.tick_period_ms) * interval '1 millisecond', period), coalesce(max(c.tick_share) / 100.0, share)
+  into stopped_at, period, share
+  from pgque.config c;
+exception
+  when lock_not_available then
+    null;
+end
+$$;
+
 -- Returns what the loop reads in each round: the time of the last stop(), the period,
 -- the shortest gap between two ticks of a queue, the loop's share of a core, whether
 -- retries or recurring messages are due, and when to check the queues even if nothing
@@ -11660,9 +11996,7 @@ declare
   v_now    timestamptz := clock_timestamp();
   v_retry  timestamptz;
 begin
-  select max(c.stopped_at), coalesce(max(c.tick_period_ms), 100) * interval '1 millisecond', coalesce(max(c.tick_share), 15) / 100.0
-  into stopped_at, period, share
-  from pgque.config c;
+  select c.* into stopped_at, period, share from pgque._loop_bounds() c;
   select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
   into gap, look_at
   from pgque.queue q;
@@ -11893,7 +12227,7 @@ declare
   v_retains   pg_catalog.bool := false;
 begin
   if pg_catalog.pg_is_in_recovery() then
-    perform pgque._fail('read_only_sql_transaction', 'ticker_loop() cannot run on a standby', 'Run it on the primary.');
+    perform pgque._no_standby('ticker_loop() cannot run');
   end if;
   -- Whatever the session's defaults are.  CHAIN keeps them.
   commit;
@@ -11923,7 +12257,7 @@ begin
       v_due := v_state.look_at;
       v_mark := v_began; v_work := '0';
       if v_state.retries and v_began >= v_pump then
-        perform pgque.maint_retry_events(), pgque._maint_operation('pgque.maint_recurring', null);
+        perform pgque._maint_operation('pgque.maint_retry_events', null), pgque._maint_operation('pgque.maint_recurring', null);
         v_work := pg_catalog.clock_timestamp() - v_mark;
         -- If the step waited for a lock, or had much to do, the other steps run first.
         v_pump := v_began + case when v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
@@ -11979,12 +12313,13 @@ $$;
 create or replace function pgque._job_names() returns text[]
 language sql immutable as $$ select '{pgque,pgque standby,pgque reboot}'::text[] $$;
 
--- Raises PQ014 for an owner without a right to pg_cron.
-create or replace function pgque._no_cron_rights() returns void
+-- Raises PQ014 for an owner without a right to pg_cron.  p_cause: what pg_cron said.
+create or replace function pgque._no_cron_rights(p_cause text default null) returns void
 language plpgsql as $$
 begin
-  perform pgque._fail('PQ014', pg_catalog.format('role %I may not schedule jobs', current_user),
-    pg_catalog.format('grant usage on schema cron to %I;', current_user));
+  perform pgque._fail('PQ014', pg_catalog.format('role %I may not schedule jobs%s', current_user, ': ' || p_cause),
+    case when p_cause is null then pg_catalog.format('grant usage on schema cron to %I;', current_user)
+      else pg_catalog.format('Give role %I the right that the message names, then call start() again.', current_user) end);
 end
 $$;
 
@@ -12021,7 +12356,7 @@ begin
     execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '1 second', 'call pgque.ticker_loop()';
   exception
     when insufficient_privilege then
-      perform pgque._no_cron_rights();
+      perform pgque._no_cron_rights(sqlerrm);
     when invalid_parameter_value then
       execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', format(v_until, 59.7);
       execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', format(v_until, 64.7);
@@ -12149,7 +12484,8 @@ $$;
 create or replace function pgque._cron_failure(out failure text, out remedy text)
 language plpgsql as $$
 declare
-  v_run  record;
+  v_recorded  text;
+  v_run       record;
 begin
   select g.failure, g.remedy into failure, remedy from pgque._cron_gaps() g;
   if failure is not null then
@@ -12157,11 +12493,18 @@ begin
   end if;
   if pgque._has_cron() is not true or pg_catalog.to_regclass('cron.job_run_details') is null then
     return;
-  elsif pg_catalog.current_setting('cron.log_run', true) = 'off' then
+  elsif not (pg_catalog.has_table_privilege('cron.job', 'select') and pg_catalog.has_table_privilege('cron.job_run_details', 'select')) then
+    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
+    return;
+  end if;
+  -- An ordinary owner may not read this setting: current_setting() would raise 42501, the
+  -- view has no row.
+  v_recorded := (select g.setting from pg_catalog.pg_settings g where g.name = 'cron.log_run');
+  if v_recorded = 'off' then
     remedy := 'Runs are not recorded (cron.log_run is off): see the server''s log.';
     return;
   end if;
-  execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
+  execute 'select d.status, d.return_message, d.start_time, j.nodename'
     ' from cron.job j join cron.job_run_details d on d.jobid = j.jobid'
     ' where j.jobname = any (pgque._job_names()) and j.database = pg_catalog.current_database()'
     '   and d.status in (''running'', ''succeeded'', ''failed'')'
@@ -12172,34 +12515,32 @@ begin
     failure := pg_catalog.concat_ws(' ', 'the last run failed', 'at ' || pg_catalog.date_trunc('seconds', v_run.start_time))
       || ': ' || pg_catalog.btrim(coalesce(v_run.return_message, 'see the server''s log'), E' \n');
     remedy := case
+      -- The launcher logs in as the owner, from the server's account of the operating
+      -- system.  A line in pg_hba.conf that lets it in could keep others out: the first
+      -- line that fits a login decides.
       when v_run.return_message ilike '%connect%' then pg_catalog.format(
-        -- The launcher connects as the server's user of the operating system.
-        case when v_run.nodename like '/%' then
-          'pg_cron cannot log in as role %1$s through the socket in %2$s. Put "local %4$s %1$s peer map=pgque" first into pg_hba.conf'
-          ' and "pgque postgres %1$s" into pg_ident.conf; select pg_reload_conf();'
-        else
-          'pg_cron cannot log in as role %1$s at %2$s. Let it use the socket: alter system set cron.host = %3$L; restart the server; select pgque.start();'
-        end
-        || ' Or: alter system set cron.use_background_workers = on; restart the server; with pg_cron 1.4 other jobs then wait for the ticker.',
-        pg_catalog.quote_ident(current_user), v_run.nodename,
-        coalesce((
-          select nullif(pg_catalog.btrim(pg_catalog.split_part(g.setting, ',', 1), ' "'), '')
-          from pg_catalog.pg_settings g where g.name = 'unix_socket_directories'), '/var/run/postgresql'),
-        pg_catalog.quote_ident(pg_catalog.current_database()))
+        'pg_cron cannot log in as role %1$I at %2$s. Let it run without a login: alter system set cron.use_background_workers = on; restart the server;'
+        ' with pg_cron 1.4 other jobs then wait for the ticker. Or: '
+        || case when v_run.nodename like '/%' then 'alter system set cron.host = ''localhost''; restart the server; select pgque.start(); and ' else '' end
+        || 'put the line "%3$s:*:*:%1$s:PASSWORD" into ~/.pgpass of the server''s account of the operating system (chmod 600).',
+        current_user, v_run.nodename, case when v_run.nodename like '/%' then 'localhost' else v_run.nodename end)
       when v_run.return_message ilike '%background%' or v_run.return_message ilike '%startup timeout%' then
         'alter system set max_worker_processes = 20 (one for each job that runs, and those of the server); restart the server.'
       else 'See select * from cron.job_run_details order by runid desc, and the server''s log.'
     end;
+  elsif v_run.status is null and v_recorded is null then
+    remedy := 'No run is recorded. If this stays so, see the server''s log: cron.log_run may be off.';
   end if;
 exception
   when insufficient_privilege or undefined_column then
-    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
+    remedy := pg_catalog.format('How runs end cannot be read: %s.', sqlerrm);
 end
 $$;
 
 create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
+  v_standby  boolean := pg_is_in_recovery();
   v_loop     int;
   v_jobs     text;
   v_failure  text;
@@ -12224,7 +12565,7 @@ begin
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');
-    if v_jobs is not null then
+    if v_jobs is not null and not v_standby then
       if v_loop is null then
         select c.failure, c.remedy into v_failure, v_remedy from pgque._cron_failure() c;
       else
@@ -12239,8 +12580,9 @@ begin
   end if;
   return next;
   component := 'ticker';
-  status := case when v_loop is null then 'stopped' else 'running' end;
+  status := case when v_standby then 'standby' when v_loop is null then 'stopped' else 'running' end;
   detail := coalesce('pid ' || v_loop, case
+      when v_standby then 'this server is a standby: the loop runs on its primary'
       when v_failure is not null then 'no loop runs: see scheduler'
       when v_jobs is not null then 'no loop runs yet: pg_cron starts one within seconds, with pg_cron 1.4 at the next full minute'
       else 'no loop runs: select pgque.start(), or pgque ticker'
@@ -12435,11 +12777,17 @@ begin
       perform pgque._hurry();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
-        execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_old using v_last.tick_time - interval '1 minute';
+        -- The last tick that is a minute old, found backwards, since a busy queue has too many
+        -- ticks to read; the first tick of a younger queue.
+        execute format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(v_queue.queue_id))
+        into v_old using pgque.clock() - interval '1 minute';
+        if v_old.tick_id is null then
+          v_old := pgque._find_tick(v_queue, 'earliest');
+        end if;
       end if;
       ticker_lag := pgque.clock() - v_last.tick_time;
-      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / nullif(extract(epoch from v_last.tick_time - v_old.tick_time), 0);
+      -- For a second at least: a burst after the creation is no rate.
+      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1);
       ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
       last_tick_id := v_last.tick_id;
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
@@ -12461,7 +12809,7 @@ begin
 end
 $$;
 comment on function pgque.get_queue_info(text, pgque.caller) is
-  'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute), ev_new (events '
+  'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute, or since the queue was created), ev_new (events '
   'since the last tick), last_tick_id. Values are NULL if another session has a table of the queue locked. Errors: PQ001 no such queue.';
 
 -- Returns the subscribers of a queue, or those of a name, each with its newest
@@ -12542,6 +12890,7 @@ declare
   v_sub  pgque.subscriber;
   v_pos  pgque.position;
   v_due  record;
+  v_now  timestamptz := pgque.clock();   -- no index is searched for the result of a volatile function
 begin
   if not p_blind and p_last.tick_id is null then
     p_last := pgque._last_tick(p_queue);
@@ -12571,7 +12920,7 @@ begin
         select coalesce(sum(w.n) filter (where w.behind), 0) as n, min(w.since) as since into v_due
         from (
           select count(*) as n, min(r.ev_retry_after) as since, r.ev_id <= v_pos.pos_event_seq as behind
-          from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock()
+          from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= v_now
           group by 3
           union all
           select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
@@ -12582,7 +12931,7 @@ begin
           from (
             select count(*) as n, r.ev_batch, r.ev_id <= v_pos.pos_event_seq as behind
             from pgque.retry_queue r
-            where v_sub.sub_role <> 'pool' and r.ev_owner = v_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+            where v_sub.sub_role <> 'pool' and r.ev_owner = v_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > v_now
             group by 2, 3
           ) r
           cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
@@ -12660,13 +13009,18 @@ comment on function pgque.get_consumer_info(text, text, pgque.caller) is
   'pending_events are NULL if another session has a table of the queue locked. A worker is named consumer.worker. Errors: PQ001 no such queue; PQ011 '
   'not subscribed.';
 
+-- Ids are read range by range, as in _messages_ahead().
 create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber;
   v_pos    pgque.position;
+  v_tick   pgque.tick;
   v_rows   text;
+  v_upto   bigint;
+  v_length bigint := greatest(100, n);
+  v_count  bigint;
   v_once   text := '';
   v_lapsed pgque.position;
 begin
@@ -12678,11 +13032,24 @@ begin
     v_sub := pgque._subscriber($1, $3, caller);
     v_pos := pgque._standing(v_sub, pgque._position(v_sub.sub_id));
   else
-    v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
+    v_tick := pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id));
+    v_pos.pos_snapshot := v_tick.tick_snapshot;
+    v_pos.pos_event_seq := v_tick.tick_event_seq;
   end if;
-  v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
-    || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), ''),
-    null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()));
+  loop
+    v_upto := greatest(v_upto, v_pos.pos_done_id, v_pos.pos_event_seq, 0) + v_length;
+    if v_upto >= pg_sequence_last_value(v_queue.queue_event_seq) is not false then
+      v_upto := null;
+    end if;
+    v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
+      || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), '')
+      || coalesce(' and e.ev_id <= ' || v_upto, ''),
+      null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()) * pgque._span_xids(v_queue, 0, v_upto));
+    exit when v_upto is null;
+    execute format('select count(distinct e.ev_id) from (%s) e', v_rows) into v_count;
+    exit when v_count >= $2;
+    v_length := 8 * v_length;
+  end loop;
   for v_lapsed in select (l.lease).* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
     -- After a move back, a row may be ahead of the position and in an expired batch.
     v_once := 'distinct on (e.ev_id, e.ev_txid, e.ev_retry)';
@@ -12858,15 +13225,7 @@ begin
       where c.co_queue in (0, p_queue.queue_id) and (p_consumer is null or c.co_name = p_consumer)
         and exists (select from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id)
     loop
-      return query execute pgque._limited_sql(
-        $q$
-        select d.ev_id, c.co_name, case when d.dl_held then 'failed' else 'dead' end,
-          d.ev_type, d.ev_data, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_time, null::timestamptz, greatest(d.dl_receives, d.ev_retry), coalesce(d.ev_retry, 0),
-          d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
-        from pgque.dead_letter d
-        cross join (select c.co_name from pgque.consumer c where c.co_id = $6) c
-        where d.dl_queue_id = $1 and d.dl_consumer_id = $6 and d.ev_id > $5 and ($4 is null or d.ev_id = $4)
-        $q$, p_where)
+      return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where)
       using p_queue.queue_id, v_now, p_limit, p_id, p_after, v_sub.sub_consumer;
     end loop;
   end if;
@@ -12877,15 +13236,14 @@ begin
         a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
-      where a.bucket between $1 * 100000::bigint and $1 * 100000::bigint + 99999 and a.ev_id > $5 and ($4 is null or a.ev_id = $4)
-      $q$, p_where)
+      where a.ev_id > $5 and ($4 is null or a.ev_id = $4) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
     using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
 end
 $$;
 
 -- Returns those of them that are in the log and that a consumer has not received.  It
--- reads ids range by range, each twice as long as the one before, until it has enough.
+-- reads ids range by range, each eight times as long as the one before, until it has enough.
 -- (No sequential scans: if a table was analyzed when it had only the first range, the
 -- planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
@@ -12901,7 +13259,7 @@ declare
   v_upto      bigint;
   v_and       text := '';
   v_xids      int8multirange := '{(,)}';
-  v_length    bigint := 2000;
+  v_length    bigint := greatest(100, least(p_limit, 2000));
   v_count     bigint;
   v_found     bigint := 0;
 begin
@@ -12930,7 +13288,7 @@ begin
     v_found := v_found + v_count;
     exit when v_upto is null or v_found >= p_limit;
     p_after := v_upto;
-    v_length := 2 * v_length;
+    v_length := 8 * v_length;
   end loop;
 end
 $$;
@@ -12955,6 +13313,19 @@ language sql immutable as $f$
     left join pgque.consumer c on c.co_id = s.sub_consumer
     where r.ev_queue = $1 and r.ev_id > $5 and ($4 is null or r.ev_id = $4)
     $q$
+$f$;
+
+-- Returns the query for those that are dead letters, with one more condition.
+create or replace function pgque._dead_messages_sql(p_and text) returns text
+language sql immutable as $f$
+  select $q$
+    select d.ev_id, c.co_name, case when d.dl_held then 'failed' else 'dead' end,
+      d.ev_type, d.ev_data, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_time, null::timestamptz, greatest(d.dl_receives, d.ev_retry), coalesce(d.ev_retry, 0),
+      d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
+    from pgque.dead_letter d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    where d.dl_queue_id = $1 and d.ev_id > $5 and ($4 is null or d.ev_id = $4)
+  $q$ || p_and
 $f$;
 
 -- Returns a query for rows of pgque.event as _messages() returns them for consumer $1.
@@ -12993,7 +13364,7 @@ create or replace function pgque.list_messages(
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set enable_sort = on set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_where  text;
@@ -13008,6 +13379,8 @@ begin
   v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
     'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
     pgque._matching_sql($9, 'pg_catalog.left(m.payload, 100000), m.headers::text, m.last_error'));
+  -- The planner takes a status for rare, and would read and sort the whole retry queue.
+  perform set_config('enable_sort', 'off', true) where $2 in ('retry', 'delayed') and coalesce($4, $5, $6) is null;
   return query
     select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
       m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id, m.dl_id
@@ -13127,13 +13500,20 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
-  return query
+  -- A message that was delivered again is in the retry queue or a dead letter.
+  return query execute format(
+    $q$
     select m.msg_id, m.consumer_name, m.receive_count, m.last_error, m.status, m.dl_id
-    from pgque._messages(v_queue, null, 100000) m
-    left join pgque.dead_letter d on d.dl_id = m.dl_id
-    where m.receive_count > m.retry_count + 1 or d.dl_reason = 'receive attempts used up'
+    from (
+      (%s)
+      union all
+      (%s)
+    ) m
     order by m.receive_count desc, m.msg_id
-    limit case when $2 < 0 then 0 else $2 end;
+    limit $7
+    $q$, pgque._limited_sql(pgque._waiting_messages_sql(), 'm.receive_count > m.retry_count + 1'),
+    pgque._limited_sql(pgque._dead_messages_sql($d$ and (greatest(d.dl_receives, d.ev_retry) > coalesce(d.ev_retry, 0) + 1 or d.dl_reason = 'receive attempts used up')$d$), 'true'))
+  using v_queue.queue_id, pgque.clock(), 100000, null::bigint, 0::bigint, null::int, case when $2 < 0 then 0 else $2 end;
 end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
@@ -13195,7 +13575,7 @@ language sql as $$
     join pg_catalog.pg_class c on c.oid = i.inhrelid
     where i.inhparent in ('pgque.event'::regclass, 'pgque.tick'::regclass)
   ), heap as materialized (
-    select c.oid, c.reltoastrelid, coalesce(l.queue_id, 0) as queue_id
+    select c.oid, coalesce(l.queue_id, 0) as queue_id
     from pg_catalog.pg_class c
     left join leaf l on l.inhrelid = c.oid
     where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r' and (p_queues is null or l.queue_id = any (p_queues))
@@ -13205,18 +13585,11 @@ language sql as $$
     join pg_catalog.pg_locks k on k.relation = h.oid
     where k.locktype = 'relation' and k.mode = 'AccessExclusiveLock' and k.granted and k.pid is distinct from pg_catalog.pg_backend_pid()
       and k.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-  ), part as (
-    select h.oid, h.queue_id from heap h
-    union all
-    select h.reltoastrelid, h.queue_id from heap h where h.reltoastrelid <> 0
   )
   select pg_catalog.jsonb_object_agg(s.queue_id, s.bytes)
   from (
-    select p.queue_id, pg_catalog.sum(pg_catalog.pg_relation_size(p.oid) + coalesce(x.bytes, 0)) as bytes
-    from part p
-    left join lateral (
-      select pg_catalog.sum(pg_catalog.pg_relation_size(i.indexrelid)) as bytes from pg_catalog.pg_index i where i.indrelid = p.oid
-    ) x on true
+    select p.queue_id, pg_catalog.sum(pg_catalog.pg_total_relation_size(p.oid)) as bytes
+    from heap p
     where p.queue_id not in (select h.queue_id from held h)
     group by p.queue_id
   ) s
@@ -13314,6 +13687,7 @@ create or replace function pgque._queue_metrics(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_last   pgque.tick := pgque._last_tick(p_queue);
+  v_now    timestamptz := pgque.clock();
   v_back   record;
   v_shown  int[];
 begin
@@ -13352,9 +13726,10 @@ begin
       cross join lateral pgque._held((p.sub).sub_id) o
       where cardinality((p.pos).pos_open) > 0
       union all
-      select r.ev_owner, 1
-      from pgque.retry_queue r
-      where r.ev_queue = p_queue.queue_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+      select s.sub_id, 1
+      from pgque.subscriber s
+      join pgque.retry_queue r on r.ev_owner = s.sub_id
+      where s.sub_queue = p_queue.queue_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now   -- by the index of held ones
     ) h
     left join pgque.subscriber s on s.sub_id = h.sub_id and s.sub_id = any (v_shown)
     left join pgque.consumer c on c.co_id = s.sub_consumer
@@ -13599,21 +13974,26 @@ begin
 end
 $$;
 
+-- The owner's index finds those that are due (hence + 0): a queue may have many others.
 create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], out status text, out detail text, out advice text)
-language sql as $$
-  select case when d.overdue > interval '1 minute' then 'fail' when d.overdue > interval '5 seconds' then 'warn' else 'ok' end,
-    d.n || ' due' || coalesce((
-      select pg_catalog.format(', %s wait for their consumers', count(*))
-      from pgque.subscriber s
-      join pgque.retry_queue r on r.ev_owner = s.sub_id
-      where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= pgque.clock()
-      having count(*) > 0), ''),
-    case when d.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end
-  from (
-    select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
-    from pgque.retry_queue r
-    where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner = any (p_pumped)
-  ) d
+language plpgsql as $$
+declare
+  v_now   timestamptz := pgque.clock();
+  v_due   record;
+  v_wait  bigint;
+begin
+  select count(*) as n, v_now - min(r.ev_retry_after) as overdue into v_due
+  from pg_catalog.unnest(p_pumped) o (id)
+  join pgque.retry_queue r on r.ev_owner = o.id
+  where r.ev_queue + 0 = p_queue.queue_id and r.ev_retry_after < v_now;
+  select count(*) into v_wait
+  from pgque.subscriber s
+  join pgque.retry_queue r on r.ev_owner = s.sub_id
+  where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= v_now;
+  status := case when v_due.overdue > interval '1 minute' then 'fail' when v_due.overdue > interval '5 seconds' then 'warn' else 'ok' end;
+  detail := v_due.n || ' due' || case when v_wait > 0 then pg_catalog.format(', %s wait for their consumers', v_wait) else '' end;
+  advice := case when v_due.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end;
+end
 $$;
 
 -- Checks whether workers have had messages for much longer than a lease lasts: the
@@ -13634,7 +14014,7 @@ begin
     select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._held(s.sub_id) o where o.until > v_now
     union all
     select l.pos_worker, l.pos_time
-    from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after > v_now) b
+    from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now) b
     cross join lateral pgque._lease(s.sub_id, b.id) l
   ) h
   where s.sub_role = 'pool'
@@ -13847,13 +14227,17 @@ begin
     when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. Or have a scheduler call ticker() and maint().'
     else 'select pgque.start(). Or have a scheduler call ticker() and maint().'
   end;
+  if pg_is_in_recovery() then
+    check_name := 'standby'; status := 'ok'; advice := null;
+    detail := 'this server is a standby: its queues follow the primary, which runs the ticker';
+  end if;
   -- If queues wait for the ticker, its check is before theirs.
   return query
     with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
     waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
     select f.check_name, f.queue, f.status, f.detail, f.advice
     from (
-      select 'ticker' as check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
+      select health.check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
         health.detail || case when health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
         health.advice, 0 as ordinality
       from waits w
@@ -14186,7 +14570,8 @@ $$;
 --
 -- All of this runs with the rights of the role that changes the table, because
 -- to_jsonb() runs casts that a table's owner may have created.  So roles that change
--- the table need the role pgque_writer.
+-- the table need the role pgque_writer, or the right to produce to the queue.  A role
+-- without either cannot call a function that says so: the trigger functions do.
 --
 -- Rows that a dump loads are no changes: nothing is sent for them while the queue is
 -- being restored (_is_old_change).
@@ -14282,6 +14667,11 @@ $$;
 create or replace function pgque.jsontriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
+  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
+    raise insufficient_privilege using
+      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
+      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
+  end if;
   perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
   if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
@@ -14294,11 +14684,16 @@ comment on function pgque.jsontriga() is
   'Sends each change of a table as JSON, as a row or TRUNCATE trigger: create trigger ... execute function pgque.jsontriga(''queue'', options...). '
   'Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is I:, U: or D: and the key columns, or R for '
   'TRUNCATE; ev_extra1 is the table. Errors: PQ001 no such queue; PQ005 no queue, an unknown option, or a key that is no column; PQ013 the queue is '
-  'paused, or the change is denied.';
+  'paused, or the change is denied; 42501 the role that changes the table may not send to the queue.';
 
 create or replace function pgque.logutriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
+  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
+    raise insufficient_privilege using
+      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
+      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
+  end if;
   perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
   if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
@@ -14312,6 +14707,11 @@ comment on function pgque.logutriga() is 'Sends each change of a table as jsontr
 create or replace function pgque.sqltriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
+  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
+    raise insufficient_privilege using
+      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
+      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
+  end if;
   perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
   if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
@@ -14461,9 +14861,9 @@ language sql immutable as $$
       finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
-      queue_incarnation tick_for next_tick split_window read_window read_window_cursor seek open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
+      queue_incarnation tick_for next_tick split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
       get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer
-      _ack _dead _next_batch'),
+      _ack _dead _next_batch _join'),
     ('pgque_admin', '_fail create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
       set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages get_message
       list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick

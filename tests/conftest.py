@@ -85,6 +85,28 @@ def _required() -> set[str]:
     return {word.strip() for word in os.environ.get("PGQUE_REQUIRE", "").split(",")} - {""}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--first-case",
+        action="store_true",
+        help="run only the first case of each parametrized test: every statement, on one more version",
+    )
+
+
+@pytest.hookimpl(
+    trylast=True
+)  # after -m and -k, so that a test whose first case they leave out runs the next
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--first-case"):
+        return
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    chosen = set(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = first.values()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -129,13 +151,26 @@ def server() -> Iterator[TestServer]:
     """The running server. In the end it has compiled none of pgque's statements, see support/jit.py."""
     server = _start_server()
     yield server
+    _nothing_compiled(server)
+
+
+def _nothing_compiled(server: TestServer) -> None:
     problem = jit.problem(server.dsn)
-    if os.environ.get("PGQUE_JIT_GUARD") == "off":
-        return
     if problem is None:
         assert jit.compiled(server.dsn) == []
     elif "jit" in _required():
         pytest.fail(f"PGQUE_REQUIRE={os.environ['PGQUE_REQUIRE']}: {problem}")
+
+
+@pytest.fixture
+def may_compile(server: TestServer) -> Iterator[None]:
+    """Do not count what a test compiles that calls private functions itself or forbids plans.
+
+    What the tests before it compiled is counted first.
+    """
+    _nothing_compiled(server)
+    yield
+    jit.forget(server.dsn)
 
 
 def _admin(server: TestServer) -> Connection:

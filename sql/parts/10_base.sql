@@ -110,7 +110,7 @@ comment on domain pgque.caller is
   'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.7.1'::text $$;
+language sql immutable as $$ select '0.8.0'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- The only clock of the engine.  A test moves time by replacing it.

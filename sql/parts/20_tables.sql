@@ -23,6 +23,9 @@ begin
     begin
       perform set_config('lock_timeout', '100ms', true);
       execute 'lock table ' || v_tables || ' in access exclusive mode';
+      if to_regclass('pgque.archive') is not null and to_regclass('pgque.archive_0') is null then
+        lock table only pgque.archive in share update exclusive mode;   -- it gets this leaf
+      end if;
       perform set_config('lock_timeout', v_timeout, true);
       return;
     exception
@@ -197,8 +200,8 @@ comment on column pgque.queue.queue_ticker_idle_period is 'Time between two tick
 comment on column pgque.queue.queue_max_retries is
   'How often a rejected message is redelivered before it is given up: n retries are n + 1 deliveries. Unit: retries.';
 comment on column pgque.queue.queue_retention_period is
-  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). 0 '
-  'restores the default.';
+  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). So '
+  'are retries that were due for longer. For a delayed message the time counts from when it could be delivered. 0 restores the default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
 comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
 comment on column pgque.queue.queue_tick_seq is 'Sequence of its tick ids. A value above the newest tick requests a tick; see force_next_tick().';
@@ -612,7 +615,9 @@ create table if not exists pgque.tally (
 comment on table pgque.tally is 'Counts of messages that were dropped, expired or archived. Internal: see metrics().';
 
 -- Messages that are done and kept.  A leaf holds one day of one queue; bucket =
--- queue_id * 100000 + days since 2000-01-01.
+-- queue_id * 100000 + days since 2000-01-01.  Only maintenance creates these leaves: a
+-- transaction that creates one lets others wait until it ends.  So the leaf archive_0,
+-- bucket 0, takes messages whose leaf does not exist yet, until maintenance moves them.
 create sequence if not exists pgque.archive_id_seq;
 create table if not exists pgque.archive (
   bucket         bigint not null,
@@ -639,6 +644,16 @@ create table if not exists pgque.archive (
   ev_error       text
 ) partition by list (bucket);
 comment on table pgque.archive is 'Messages that are done and kept; a leaf holds one day of one queue. See archive_list().';
+do $$
+begin
+  if to_regclass('pgque.archive_0') is null then
+    create table pgque.archive_0 (like pgque.archive including defaults, constraint archive_0_pkey primary key (archive_id));
+    create index archive_0_ev_id on pgque.archive_0 (ev_id);
+    alter table pgque.archive attach partition pgque.archive_0 for values in (0);
+  end if;
+end
+$$;
+comment on table pgque.archive_0 is 'Archived messages that maintenance has not moved to the leaf of their queue and day yet. Internal.';
 
 -- Messages that the ticker sends at their times; see "recurring".
 --   * rec_every: an interval in seconds, counted from rec_anchor
@@ -964,7 +979,8 @@ comment on column pgque.config.keep_lags is
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
 comment on column pgque.queue.queue_tick_gap is
-  'Shortest time that the loop leaves between two ticks. With many consumers it is at least 4 ms for each, at most the tick period.';
+  'Shortest time that the loop leaves between two ticks. With many consumers the loop leaves at least 4 ms for each, but no more than the tick '
+  'period for all of them.';
 comment on column pgque.queue.queue_tick_storage is
   'Size of the stored ticks: when those in the current table reach a third of it, the queue rotates before its period. Unit: bytes.';
 comment on column pgque.queue.queue_reader is 'The version that created the functions that read its tables.';

@@ -96,7 +96,8 @@ $$;
 -- of the newest tick, and whether ticks now cover everything that is visible.  The lock
 -- is taken before the snapshot, so the order of ticks is that of their snapshots.  It
 -- is held to the end of the transaction, so a second ticker sees the tick of the first.
-create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, out new_id bigint, out last_time timestamptz, out covered boolean)
+-- With p_gap no tick for messages follows another within the queue's tick_gap.
+create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, p_gap boolean default false, out new_id bigint, out last_time timestamptz, out covered boolean)
 language plpgsql as $$
 declare
   v_queue     pgque.queue;
@@ -132,6 +133,9 @@ begin
     return;
   end if;
   v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
+  if p_gap and v_reason = 'events' and v_last.tick_time between pgque.clock() - v_queue.queue_tick_gap and pgque.clock() then
+    v_reason := null;
+  end if;
   covered := v_reason is not null;
   last_time := v_last.tick_time;
   if v_reason <> 'nothing' then
@@ -240,7 +244,7 @@ declare
 begin
   for v_id in select q.queue_id from pgque.queue q order by case when not v_all then random() end, q.queue_id loop
     exit when v_room < 8;
-    if (pgque._look_at(row(v_id, 0, 0, null, false, false))).ticked then
+    if (pgque._look_at(row(v_id, 0, 0, '-infinity', false, false))).ticked then
       v_count := v_count + 1;
       v_room := v_room - 6;
     end if;
@@ -269,8 +273,9 @@ comment on function pgque.ticker() is
 -- queue that is being dropped (its sequences are locked) is left out.  If a sequence is
 -- missing, every queue is checked.
 --
--- A tick wakes every consumer of the queue, so a queue with many consumers waits
--- longer: four milliseconds for each, and at most the tick period.
+-- A queue waits for its tick_gap.  A tick wakes every consumer of the queue, so a queue
+-- with many consumers waits longer: four milliseconds for each, and at most the tick
+-- period.
 create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
@@ -295,9 +300,9 @@ begin
     left join unnest(p_known) k on k.queue_id = q.queue_id
     cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and no message was sent since
     left join lateral (
-      select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
+      select k.tick_time + case when k.settled is null then '1 second' else greatest(q.queue_tick_gap, least(p_period, 0.004 * interval '1 second' * (
         select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
-    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and not f.still
+    ) d (due) on k.tick_time > v_now - greatest(p_period, q.queue_tick_gap, '1 second') and not f.still
     where q.queue_id = any (p_queues)
       and (f.still and k.tick_seq = s.tick_seq and not q.queue_restored and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
   ) l;
@@ -359,13 +364,14 @@ begin
     p_look.tick_time := pgque.clock();
     perform pgque._let_go();
   end if;
-  v_tick := pgque._tick_if_due(v_queue.queue_id, false);
+  -- A loop that has just begun does not know the last tick.
+  v_tick := pgque._tick_if_due(v_queue.queue_id, false, p_look.tick_time is null);
   p_look.settled := p_look.settled and v_tick.covered is true;
   p_look.tick_time := v_tick.last_time;
   p_look.ticked := v_tick.new_id is not null;
   p_look.tick_seq := coalesce(v_tick.new_id, p_look.tick_seq);   -- a tick sets the sequence
   -- Many ticks fill their table long before the rotation period has passed.
-  perform pgque.maint_rotate_tables_step1(v_queue.queue_name) where v_tick.new_id % 1000 = 0;
+  perform pgque._maint_operation('pgque.maint_rotate_tables_step1', v_queue.queue_name) where v_tick.new_id % 1000 = 0;
   perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
   return p_look;
 exception
@@ -419,14 +425,18 @@ comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller
   'Stores a tick with the id, time and event sequence of another system, for a queue with external_ticker, and returns its id. Errors: PQ001 no '
   'such queue; PQ005 no external ticker, or a tick that does not follow the last one; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- The request is kept in a sequence, so it leaves no row behind.
+-- The request is kept in a sequence, so it leaves no row behind.  The sequence is only
+-- counted up here: this snapshot may be older than the newest tick, and a value below
+-- that tick would hide it from every receive().
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name, caller, 'admin');
   v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
 begin
-  perform setval(v_queue.queue_tick_seq, v_last + 1);
+  if nextval(v_queue.queue_tick_seq) <= v_last then
+    perform setval(v_queue.queue_tick_seq, v_last + 1);   -- up to 0.5 the sequence was set only to force a tick
+  end if;
   return v_last;
 end
 $$;

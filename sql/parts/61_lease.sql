@@ -112,8 +112,8 @@ end
 $$;
 
 -- Notes messages of a batch as settled (ids above 0), or something about the whole
--- batch (see pgque.settled).  Returns the ids that were new.  A transaction with an old
--- snapshot writes to both leaves, and gets 40001 if a row that it does not see is
+-- batch (see pgque.settled).  Returns the ids that were new, sorted.  A transaction with
+-- an old snapshot writes to both leaves, and gets 40001 if a row that it does not see is
 -- there.
 create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
 language plpgsql as $$
@@ -133,7 +133,7 @@ begin
     on conflict do nothing
     returning set_ev_id
   )
-  select pg_catalog.array_agg(g.id) into v_new
+  select pg_catalog.array_agg(g.id order by g.id) into v_new
   from (select n.set_ev_id as id from new n group by 1 having count(*) = pg_catalog.cardinality(v_leaves)) g;
   return v_new;
 end
@@ -363,29 +363,33 @@ end
 $$;
 
 -- Moves the messages of a batch that have no outcome from the log to the retry queue,
--- under the same batch id.  They may be delivered from p_due on.  Returns how many
--- there are.  The caller holds the batch's lock.
-create or replace function pgque._shelve(p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz) returns bigint
+-- under the same batch id.  They may be delivered from p_due on.  With p_token they get
+-- another batch id and worker instead, with p_deliveries more deliveries.  Returns how
+-- many there are.  The caller holds the batch's lock.
+create or replace function pgque._shelve(
+  p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz, p_token bigint default null, p_worker text default null, p_deliveries int default 0
+) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
+  v_token  bigint := coalesce(p_token, p_lease.pos_batch);
   v_rows   text := pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, p_lease));
   v_count  bigint;
 begin
   execute pg_catalog.format(
-    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, $2, $3, $4)).* from (%s) e'
+    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
     -- If the consumer was moved back, the message may already be in the retry queue.
     -- Then this batch takes it over from the one that has it there.
     ' on conflict (ev_owner, ev_id, ev_queue) do update'
     ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)',
     v_rows)
-  using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
+  using p_sub, p_due, v_token, coalesce(p_worker, p_lease.pos_worker), p_deliveries;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
     -- The primary key finds outcomes that this snapshot does not see.  These messages
     -- have none, so the rows noted for this check are undone.
     begin
       perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token));
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then

@@ -4,7 +4,8 @@
 
 create or replace function pgque.receive(
   queue_name text, consumer_name text, max_return int default 100, worker text default null,
-  visibility_timeout interval default null, ack_batch bigint default null, caller pgque.caller default current_user
+  visibility_timeout interval default null, ack_batch bigint default null, max_bytes bigint default null,
+  caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
@@ -20,8 +21,13 @@ declare
   v_limit   bigint;
   v_last    bigint;
   v_count   bigint := 0;
-  v_looked  bigint := 0;
+  v_bytes   bigint := 0;
+  v_passed  bigint := 0;   -- messages that may not be delivered now
 begin
+  if $7 < 1 then
+    perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
+      'Pass the number of bytes that fit into your memory, such as 64000000, or null.');
+  end if;
   v_turn := pgque._turn($1, $2, $3, $4, $5, $6, caller);
   v_sub := v_turn.sub;
   if v_sub.sub_id is null then
@@ -41,15 +47,21 @@ begin
   end if;
 
   if v_turn.due and v_room > 0 then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until);
-    if v_pos.pos_shelf > 0 then
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7);
+    if v_pos.pos_shelf is null then
+      v_pos.pos_shelf := 0;
+      v_room := 0;
+    elsif v_pos.pos_shelf > 0 then
       return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
       v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- the window was opened for nothing
     end if;
   end if;
 
-  -- If no message may go, a call stops after about 10,000 messages, 1,000 with keys.
-  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 and v_looked < 10000 loop
+  -- An empty answer means that no message can be delivered: the call passes any number of
+  -- messages whose key is busy, and of purged and expired ones.  A statement_timeout would
+  -- take that back, and the next call could not get further: so half of it is the limit.
+  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 loop
+    exit when v_passed > 0 and clock_timestamp() > statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2;
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
@@ -57,9 +69,9 @@ begin
     end if;
     v_pos.pos_last_id := null;
     if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
-      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room);
+      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
       v_pos := v_sifted.pos;
-      v_looked := v_looked + v_pos.pos_done_count * case when v_queue.queue_keyed then 10 else 1 end;
+      v_passed := v_passed + v_pos.pos_done_count;
       if v_sifted.rows is not null then
         return query execute v_sifted.rows using v_token, v_queue.queue_name, v_sifted.ids;
         get diagnostics v_count = row_count;
@@ -73,13 +85,14 @@ begin
       end if;
       -- A loop costs more for each row, but it finds out whether there is one message
       -- more than fits.
-      v_limit := v_room + (v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
+      v_limit := v_room + ($7 is not null or v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
       if v_limit > v_room then
         for v_row in
           execute v_rows
           using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit
         loop
-          if v_count = v_room then
+          v_bytes := v_bytes + case when $7 is not null then pgque._size(v_row.payload, v_row.payload_bytes, v_row.headers) else 0 end;
+          if v_count = v_room or v_bytes > $7 and v_count > 0 then
             v_pos.pos_last_id := v_last;
             exit;
           end if;
@@ -104,17 +117,25 @@ begin
     or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
 end
 $$;
-comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
+comment on function pgque.receive(text, text, int, text, interval, bigint, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
   'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
   'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
   'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
-  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that '
-  'is acknowledged first, in the same transaction. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
+  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. Their last attempt is alone in its worker: '
+  'the worker receives it when it holds nothing else, and nothing besides. ack_batch: a batch that '
+  'is acknowledged first, in the same transaction. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with '
+  'at least one message. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
   'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
-  'invalid worker name; PQ005 max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
+  'invalid worker name; PQ005 max_return or max_bytes is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
   'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
   'that is not READ COMMITTED.';
+
+-- Returns how many bytes a message adds to a batch.
+create or replace function pgque._size(p_data text, p_bytes bytea, p_headers jsonb) returns bigint
+language sql stable as $$
+  select coalesce(pg_catalog.octet_length(p_data), 0)::bigint + coalesce(pg_catalog.octet_length(p_bytes), 0) + coalesce(pg_catalog.pg_column_size(p_headers), 0)
+$$;
 
 -- Begins a delivery: closes the batch that is acknowledged, returns if there is nothing
 -- to do (sub is null then), and locks the consumer.
@@ -194,6 +215,10 @@ begin
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
+    sub.sub_role = 'pool' and exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after > v_now) as alone,   -- as _is_suspect() had it
     pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
   into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
@@ -212,7 +237,7 @@ begin
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
   end if;
-  room := p_max;
+  room := case when v_found.alone then 0 else p_max end;
   until := case when sub.sub_role = 'pool' then v_now + coalesce(p_timeout, queue.queue_visibility_timeout) else 'infinity' end;
   if open is not null then
     return;

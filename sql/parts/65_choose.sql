@@ -5,18 +5,22 @@
 -- Chooses from the next messages of a window, at most p_max, for queues and consumers
 -- with keys or expiry.  A message whose key or lane is busy goes to the retry queue.
 -- Purged and expired messages are left out.  The slice ends at the last message that
--- was checked.  ids are the messages to deliver, and rows is the query for them.  With
--- p_whole the slice is the whole window, for a caller that reads the rest of it without
--- this function.
+-- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
+-- is how many messages the caller has passed since it last found one to deliver: the next
+-- slice is as long.  With null the slice is the whole window, for a caller that reads the
+-- rest of it without this function.  p_bytes limits the size of the messages to deliver;
+-- there is at least one.
 create or replace function pgque._sift(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_whole boolean default false,
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint, p_bytes bigint default null,
   out pos pgque.position, out ids bigint[], out rows text
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   -- Each key takes a lock.  Messages that are not delivered are checked quickly.
-  v_look   bigint := case when p_whole then null when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end;
+  v_look   bigint := case
+    when p_passed is not null then greatest(case when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end, least(p_passed, 20000))
+  end;
   v_rows   pgque.event[];
   v_more   boolean;
   v_busy   bigint[] := '{}';
@@ -24,12 +28,13 @@ declare
   v_claim  record;
   v_out    text[];
   v_found  record;
+  v_fit    bigint;
 begin
   pos := p_pos;
   pos.pos_done_count := 0;
   execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
     pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
-    pgque._slice_sql(p_sub, p_pos, case when p_whole then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
+    pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
     v_look + 1)
   into v_rows using p_sub;
   if v_rows is null then
@@ -48,34 +53,53 @@ begin
   if p_sub.sub_keyed then
     v_out := pgque._lanes_out(p_sub);
   end if;
-  with looked as materialized (
-    select e.ev_id, e.ev_extra1 as lane,
-      case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
-    from pg_catalog.unnest(v_rows) e
-  ),
-  judged as (
-    select l.ev_id, l.lane,
-      case
-        when l.what <> 'good' or l.lane is null then l.what
-        when l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
-          or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
-        else 'good'
-      end as what
-    from looked l
-  ),
-  counted as (
-    select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
-  )
-  select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'expired') as expired,
-    array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
-    max(c.ev_id) as last, count(*) as looked
-  into v_found
-  from counted c
-  -- Messages after the last one stay in the window.
-  where c.n < p_max or c.n = p_max and c.what = 'good';
+  loop
+    with looked as materialized (
+      select e.ev_id, e.ev_extra1 as lane,
+        case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
+      from pg_catalog.unnest(v_rows) e
+    ),
+    busy_lane as materialized (
+      select l.lane
+      from looked l
+      where l.what = 'good' and l.lane is not null
+      group by 1
+      having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+    ),
+    judged as (
+      select l.ev_id, l.lane,
+        case
+          when l.what <> 'good' or l.lane is null then l.what
+          when l.lane in (select b.lane from busy_lane b)
+            or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
+          else 'good'
+        end as what
+      from looked l
+    ),
+    counted as (
+      select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
+    )
+    select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what in ('good', 'expired')) as sealed,
+      count(*) filter (where c.what = 'expired') as expired,
+      array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
+      max(c.ev_id) as last, count(*) as looked
+    into v_found
+    from counted c
+    -- Messages after the last one stay in the window.
+    where c.n < p_max or c.n = p_max and c.what = 'good';
+    exit when p_bytes is null or pg_catalog.cardinality(v_found.good) > 1 is not true;
+    pos.pos_last_id := v_found.last;
+    execute pg_catalog.format(
+      'select count(*) from (select sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by e.ev_id) as bytes from (%s) e) s where s.bytes <= $2',
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($1, e.ev_id)')))
+    into v_fit using v_found.good, p_bytes;
+    exit when v_fit = pg_catalog.cardinality(v_found.good);
+    p_max := greatest(v_fit, 1);
+    p_bytes := null;
+  end loop;
   pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
   pos.pos_done_count := v_found.looked;
   pos.pos_keys := v_found.lanes;
@@ -83,16 +107,17 @@ begin
   if v_found.aside is not null then
     execute pg_catalog.format(
       'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
-      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and e.ev_id = any ($3)')))
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($3, e.ev_id)')))
     using p_sub, v_now, v_found.aside;
   end if;
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_found.expired));
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', v_found.expired);
   if pgque._keyed(p_queue) then
     -- Expired messages too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
-      select r from pg_catalog.unnest(v_rows) r where (r.ev_id in (select pg_catalog.unnest((select v_found.good || v_found.expired)))) is true));
+      select r from pg_catalog.unnest(v_rows) r
+      where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _among()
   end if;
-  if v_found.skip is not null and (ids is not null or p_whole) then
+  if v_found.skip is not null and (ids is not null or p_passed is null) then
     perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
   end if;
   if ids is not null then
@@ -124,12 +149,33 @@ $$;
 -- time, and on the last attempt each one alone.  With 5 attempts and 100 messages these
 -- are 100, 22, 5, 1.  So a message that kills its worker is alone at last.  A message
 -- that was requeued while it was leased counts from zero.
+--
+-- A worker that dies takes all that it holds with it.  So a message of which a delivery
+-- was lost gets its last attempt alone in its worker: the worker holds nothing else, and
+-- receives nothing until it is done (see _turn).  Otherwise messages that were delivered
+-- beside poison would use up their attempts with it.
 create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
     when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
     else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
   end
+$$;
+
+-- Returns whether a message that is due has its last attempt before it, and a delivery of
+-- it was lost.  A delivery that ends with a nack adds one to both numbers.
+create or replace function pgque._is_suspect(p_receives int, p_retry int, p_attempts int) returns boolean
+language sql immutable as $$ select p_receives = p_attempts - 1 and p_receives > coalesce(p_retry, 0) $$;
+
+-- Returns whether a worker of a pool holds messages.
+create or replace function pgque._holds(p_sub pgque.subscriber, p_worker text, p_now timestamptz) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_worker = p_worker and r.ev_retry_after > p_now)
+    or exists (select from pgque._held(p_sub.sub_id) h where (h.lease).pos_worker = p_worker and h.until > p_now);
+end
 $$;
 
 -- Locks messages of a consumer in the retry queue that are due, without those in p_but.
@@ -159,9 +205,11 @@ $$;
 
 -- Leases messages in the retry queue that are due, and returns their number.  Messages
 -- that expired, or whose attempts are used up, are removed instead.  A message with an
--- expired lease may be poison: other messages are not delivered with it.
+-- expired lease may be poison: other messages are not delivered with it.  Returns null
+-- if the worker has to finish what it holds first.  It waits for a visibility timeout at
+-- most, since a name that many processes share may always hold something.
 create or replace function pgque._take_waiting(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
+  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz, p_bytes bigint default null
 ) returns int
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -182,6 +230,12 @@ begin
     v_rows := pgque._due(p_sub, 1, v_now, v_busy, null);
     exit when pg_catalog.cardinality(v_rows) = 0;
     v_lapsed := v_rows[1].ev_batch is not null;
+    if p_sub.sub_role = 'pool' and pgque._is_suspect(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
+      if v_rows[1].ev_retry_after > v_now - p_queue.queue_visibility_timeout and pgque._holds(p_sub, p_worker, v_now) then
+        return null;
+      end if;
+      p_max := 1;
+    end if;
     v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
     -- Messages that are not to be delivered are removed many at a time.  After a try in
     -- which all messages were being replaced, twice as many are read.
@@ -191,6 +245,9 @@ begin
     end if;
     if v_look > 1 then
       v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end);
+      if p_max > 1 then
+        v_rows := array(select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts));
+      end if;
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
     v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
@@ -202,6 +259,17 @@ begin
     -- no more than some thousands are read.
     v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
+    if p_bytes is not null then
+      v_ids := array(
+        select s.id
+        from (
+          select i.id, i.n, sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by i.n) as bytes
+          from pg_catalog.unnest(v_ids) with ordinality i (id, n)
+          cross join lateral (select e.* from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) e
+        ) s
+        where s.n = 1 or s.bytes <= p_bytes
+        order by s.n);
+    end if;
     if pg_catalog.cardinality(v_ids) > 0 then
       -- One index lookup for each message, whatever number of rows the planner expects.
       with found as materialized (
@@ -215,7 +283,7 @@ begin
       where r.ctid = f.ctid;
       -- A message that waited for its first delivery was not delivered before.
       perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
-      from (select r.* from pg_catalog.unnest(v_good) r limit v_piece) r
+      from (select r.* from pg_catalog.unnest(v_good) r limit pg_catalog.cardinality(v_ids)) r
       where r.ev_receives > 0 or r.ev_retry > 0;
       return pg_catalog.cardinality(v_ids);
     end if;

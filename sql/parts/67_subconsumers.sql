@@ -190,14 +190,16 @@ declare
   v_pos    pgque.position := pgque._next_from(pgque._position(p_main.sub_id));
   v_token  bigint := pgque._new_batch_id(v_pos);
   v_lease  pgque.position;
+  v_fresh  bigint := 0;
 begin
   v_lease := pgque._lease(p_main.sub_id, p_batch);
   if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    perform pgque._shelve(p_main, v_lease, 'infinity');
+    v_fresh := pgque._shelve(p_main, v_lease, 'infinity', v_token, p_worker, p_deliveries);
   end if;
   update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
   where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
   get diagnostics v_pos.pos_shelf = row_count;
+  v_pos.pos_shelf := v_pos.pos_shelf + v_fresh;
   perform pgque._note(p_batch, p_main.sub_id, array[0]);
   v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
   perform pgque._delivered(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);
@@ -240,38 +242,40 @@ end
 $$;
 
 create or replace function pgque.receive_coop(
-  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, max_bytes bigint default null,
+  caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._join($1, $2, $3, $5, caller);
-  return query select * from pgque.receive($1, $2, $4, $3);
+  return query select * from pgque.receive($1, $2, $4, $3, max_bytes => $6);
 end
 $$;
-comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
+comment on function pgque.receive_coop(text, text, text, int, interval, bigint, pgque.caller) is
   'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each worker gets other messages. '
   'Registers the worker on first use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. '
-  'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
+  'max_bytes: as for receive(). Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return or max_bytes is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
   'own.';
 
--- Does what next_batch_custom() does, for one of several workers.
+-- There is no argument caller, as in next_batch_custom() without a subconsumer.
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
-  dead_interval interval default null, caller pgque.caller default current_user
-) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  perform pgque._join($1, $2, $3, $7, caller);
-  return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);
-end
+  dead_interval interval default null,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$
+  select pgque._join($1, $2, $3, $7);
+  select * from pgque._next_batch($1, $2, $3, $4, $5, $6);
 $$;
-comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
-  'Opens a batch for a worker (subconsumer) as next_batch() does, for a bigger window, and returns only its id.';
+comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval) is
+  'Opens a batch for a worker (subconsumer) as next_batch() does, with the conditions and the result of next_batch_custom() without a subconsumer.';
 
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
 ) returns bigint
-language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
+language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, $3, null, null, null, $4) b $$;
 comment on function pgque.next_batch(text, text, text, interval) is
   'Opens a batch for one of several workers (subconsumers) that share a consumer; each worker gets other windows. Registers the worker on first '
   'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '

@@ -3,11 +3,11 @@
 -- ---------------------------------------------------------------------------
 
 -- Opens a batch, PgQ's way: messages in the retry queue that are due, else the next
--- whole window, from one tick to the next, or the rest of one that receive() has begun.
--- The id of an open batch is returned again.  Null if nothing is due and there is no
--- further tick.  Messages that receive() would not deliver are left out, and bodies are
--- final from here on, since a client may read the batch only when it finishes it.  With
--- a worker, a subconsumer, the batch belongs to that worker.
+-- window (see _next_window), or the rest of one that receive() has begun.  The id of an
+-- open batch is returned again.  Null if nothing is due and there is no further tick.
+-- Messages that receive() would not deliver are left out, and bodies are final from here
+-- on, since a client may read the batch only when it finishes it.  With a worker, a
+-- subconsumer, the batch belongs to that worker.
 create or replace function pgque._next_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -36,20 +36,12 @@ begin
     end if;
     if v_pos.pos_shelf = 0 then
       if v_pos.pos_done_id is null then
-        v_prev := pgque._tick(v_queue.queue_id, v_pos.pos_tick);
-        execute format(
-          'select t.* from (%s) t where t.tick_id > $1'
-          ' and ($2 is null or t.tick_time <= $3 - $2)'
-          ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
-          ' order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_cur
-        using v_pos.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
-        if v_cur.tick_id is null then
+        v_pos := pgque._next_window(v_pos, v_queue, $4, $5, $6);
+        if v_pos.pos_next_tick is null then
           batch_id := null;
           perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
           return;
         end if;
-        v_pos := pgque._with_window(v_pos, v_cur);
       end if;
       v_pos.pos_last_id := null;
       -- The number of messages is not known yet.
@@ -57,7 +49,7 @@ begin
       v_count := v_pos.pos_done_count;
       v_queue := pgque._with_options(v_queue.queue_id);
       if v_queue.queue_keyed or v_queue.queue_expiring then
-        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
+        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, null);
       end if;
     end if;
     perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, batch_id, $3, v_turn.until, true);
@@ -70,6 +62,40 @@ begin
   prev_tick_id := v_prev.tick_id;
   prev_tick_time := v_prev.tick_time;
   prev_tick_event_seq := v_prev.tick_event_seq;
+end
+$$;
+
+-- Opens the window of a batch.  Without conditions it ends as that of receive() does, at
+-- the furthest tick up to ticker_max_count events, so that a consumer that lags by many
+-- small ticks catches up.  A condition on the size chooses the nearest tick that fits:
+-- its caller decides how big windows are.
+create or replace function pgque._next_window(
+  p_pos pgque.position, p_queue pgque.queue, p_min_lag interval, p_min_count int, p_min_interval interval
+) returns pgque.position
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_sized  boolean := p_min_count is not null or p_min_interval is not null;
+  v_prev   pgque.tick;
+  v_tick   pgque.tick;
+begin
+  p_pos := pgque._with_window(p_pos, null);
+  if p_min_lag is null and not v_sized then
+    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count, p_queue.queue_reader);
+  end if;
+  v_prev := pgque._tick(p_queue.queue_id, p_pos.pos_tick);
+  for v_tick in
+    execute pg_catalog.format(
+      'select t.* from (%s) t where t.tick_id > $1'
+      ' and ($2 is null or t.tick_time <= $3 - $2)'
+      ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
+      ' order by t.tick_id limit $8', pgque._ticks_sql(p_queue.queue_id))
+    using p_pos.pos_tick, p_min_lag, pgque.clock(), p_min_count, p_min_interval, v_prev.tick_event_seq, v_prev.tick_time,
+      case when v_sized then 1 else 100 end
+  loop
+    exit when p_pos.pos_next_tick is not null and v_tick.tick_event_seq > p_pos.pos_event_seq + p_queue.queue_ticker_max_count;
+    p_pos := pgque._with_window(p_pos, v_tick);
+  end loop;
+  return p_pos;
 end
 $$;
 
@@ -88,8 +114,8 @@ create or replace function pgque.next_batch_custom(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
 comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
-  'Opens a batch as next_batch_info() does, for a bigger window: it ends at a tick that is at least min_lag old, and spans at least min_count events '
-  'or min_interval of time. NULL is no condition.';
+  'Opens a batch as next_batch_info() does, with conditions: it ends at a tick that is at least min_lag old, and, with min_count or min_interval, at '
+  'the nearest tick so that it spans at least this number of events or this time. NULL is no condition.';
 
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
@@ -104,7 +130,8 @@ comment on function pgque.next_batch_info(text, text) is
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. Retries that '
+  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
+  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more. Retries that '
   'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
   'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
   'workers; PQ011 not subscribed.';

@@ -47,14 +47,22 @@ create or replace function pgque._heads_of_lanes(
 returns pgque.retry_queue[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_out  text[] := pgque._lanes_out(p_sub);
-  v_due  bigint[];
+  v_out    text[];
+  v_lanes  text[];
+  v_free   bigint[];   -- messages without a lane
+  v_count  bigint;
 begin
-  v_due := array(
-    select r.ev_id from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
-  if pg_catalog.cardinality(v_due) = 1000 then
-    v_due := v_due || array(
+  -- The leased message of a lane may have been sent later than the first one.
+  v_out := pgque._lanes_out(p_sub) || array(
+    select r.ev_lane from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > p_now and r.ev_lane is not null);
+  select count(*), pg_catalog.array_agg(distinct r.ev_lane) filter (where r.ev_lane is not null), pg_catalog.array_agg(r.ev_id) filter (where r.ev_lane is null)
+  into v_count, v_lanes, v_free
+  from (
+    select r.ev_id, r.ev_lane from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000) r;
+  if v_count = 1000 then
+    v_lanes := array(
       with recursive lane (lane) as (
         (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
         union all
@@ -63,31 +71,31 @@ begin
         from lane l
         where l.lane is not null
       )
-      select h.ev_id
-      from lane l
-      cross join lateral (
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h)
-      || array(
-        select r.ev_id from pgque.retry_queue r
-        where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
+      select l.lane from lane l where l.lane is not null);
+    v_free := array(
+      select r.ev_id from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
   end if;
+  -- One index lookup for each key and for each message, whatever the planner expects.
   return array(
     select pgque._slim_waiting(r)
     from (
       select r.*
-      from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now
-        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
-        and (r.ev_lane is null
-          or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
-            -- The leased message of the key may have been sent later.
-            and not exists (
-              select from pgque.retry_queue o
-              where o.ev_owner = p_sub.sub_id and o.ev_lane = r.ev_lane
-                and (o.ev_id < r.ev_id or o.ev_batch is not null and o.ev_retry_after > p_now)))
+      from (
+        select h.place
+        from (select pg_catalog.unnest(v_lanes) except select pg_catalog.unnest(v_out)) l (lane)
+        cross join lateral (
+          select h.ctid as place from pgque.retry_queue h where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane order by h.ev_id limit 1) h
+        union all
+        select f.place
+        from pg_catalog.unnest(v_free) i (id)
+        cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner = p_sub.sub_id and f.ev_id = i.id offset 0) f
+      ) found
+      join pgque.retry_queue r on r.ctid = found.place
+      where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
       order by r.ev_batch is null, r.ev_id
       limit p_max
-      for update skip locked
+      for update of r skip locked
     ) r);
 end
 $$;

@@ -43,6 +43,13 @@ create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
 comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
 
+-- Returns whether a sorted array has an id.  This is a binary search, because an IN over
+-- unnest() compares each row with each id as soon as the ids exceed work_mem, and a join
+-- does where the planner expects few.  The array is a parameter of dynamic SQL or
+-- (select v_ids): otherwise PL/pgSQL copies it for each row.
+create or replace function pgque._among(p_sorted bigint[], p_id bigint) returns boolean
+language sql immutable as $$ select (p_sorted[pg_catalog.width_bucket(p_id, p_sorted)] = p_id) is true $$;
+
 -- Gives messages of an open batch their outcome.  p_ids null: all that have none yet.
 -- p_what: ack, archive, nack (again after p_after, or given up), retry (again in any
 -- case), dead, release (again at once).
@@ -60,11 +67,15 @@ declare
   v_lease  pgque.position;
   v_state  record;
   v_rows   text;
-  v_log    bigint[];   -- those of them that are in the log
+  v_ids    bigint[];   -- p_ids, sorted
+  v_log    bigint[];   -- those of them that are in the log, sorted
   v_new    bigint[];   -- those that get their outcome now
   v_gone   bigint[];   -- the same of those that were in the retry queue
 begin
   p_ids := pgque._flat(p_ids);
+  if p_ids is not null then
+    v_ids := array(select i.id from pg_catalog.unnest(p_ids) i (id) where i.id is not null group by 1 order by 1);
+  end if;
   if v_sub.sub_id is null then
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
@@ -81,11 +92,12 @@ begin
     v_state.closed := true;
   end if;
   if v_lease.pos_fresh > 0 and not v_state.closed then
-    v_rows := pgque._chosen_sql(v_sub, v_lease, p_ids);
-    execute pg_catalog.format('select array_agg(e.ev_id) from (%s) e', v_rows) into v_log;
+    v_rows := pgque._chosen_sql(v_sub, v_lease, v_ids);
+    execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._among($1, e.ev_id)', v_rows)
+    into v_log using v_ids;
     -- A message may be settled in the leaf that is no longer written.
     v_new := pgque._note(p_batch, v_sub.sub_id, array(
-      select l.id from pg_catalog.unnest(v_log) l (id) where not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = l.id)));
+      select pg_catalog.unnest(v_log) except select s.set_ev_id from pgque.settled s where s.set_batch = p_batch));
     if v_sub.sub_role = 'pool' and (p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count) then
       perform pgque._note(p_batch, v_sub.sub_id, array[0]);
     end if;
@@ -93,8 +105,8 @@ begin
   if p_wait then
     perform from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids) for update;
   end if;
-  v_gone := pgque._apply(v_sub, v_lease, p_batch, p_ids, v_rows, v_new, p_what, p_after, p_reason);
-  v_new := v_new || v_gone;
+  v_gone := pgque._apply(v_sub, v_lease, p_batch, v_ids, v_rows, v_new, p_what, p_after, p_reason);
+  v_new := array(select n from pg_catalog.unnest(v_new || v_gone) n order by n);
   if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
     -- So the batch is known to be whole apart from them; see _still_whole().
     perform pgque._note(p_batch, v_sub.sub_id, array(select g.id + 4611686018427387904 from pg_catalog.unnest(v_gone) g (id)));
@@ -105,7 +117,7 @@ begin
   end if;
   if exists (
     select from pgque.retry_queue r
-    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
+    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and ((select v_ids))[pg_catalog.width_bucket(r.ev_id, (select v_ids))] = r.ev_id)   -- as _among()
   then
     -- The session that has one of them locked may roll back.  But the caller gets the
     -- answer that it is lost, so an ack of the rest must not finish it.
@@ -116,7 +128,7 @@ begin
       case
         when i.ok then null
         when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
-        when i.id in (select pg_catalog.unnest((select v_log))) then 'settled already'
+        when ((select v_log))[pg_catalog.width_bucket(i.id, (select v_log))] = i.id then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
         when v_lease.pos_sub is null or v_state.closed then 'batch not open'
         when i.taken then 'lost to another worker'
@@ -124,34 +136,32 @@ begin
       end
     from (
       select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
-        (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok,
+        (((select v_new))[pg_catalog.width_bucket(u.id, (select v_new))] = u.id) is true as ok,
         exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
       from pg_catalog.unnest(p_ids) u (id)
     ) i;
 end
 $$;
 
--- Returns the query of those messages of a batch from the log that p_ids names; null:
--- all.
+-- Returns the query of the messages of a batch from the log between the first and the
+-- last of p_ids, which are sorted; null: all.
 create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
 language plpgsql as $$
 begin
   if p_ids is null then
     return pgque._slice_sql(p_sub, p_lease);
   end if;
-  p_lease.pos_done_id := greatest(p_lease.pos_done_id, (select min(i.id) - 1 from pg_catalog.unnest(p_ids) i (id) where i.id > 0));
-  p_lease.pos_last_id := least(p_lease.pos_last_id, (select max(i.id) from pg_catalog.unnest(p_ids) i (id)));
+  p_lease.pos_done_id := greatest(p_lease.pos_done_id, greatest(p_ids[1], 1) - 1);
+  p_lease.pos_last_id := least(p_lease.pos_last_id, p_ids[pg_catalog.cardinality(p_ids)]);
+  -- For one message of many an index is best.
   return pgque._slice_sql(p_sub, p_lease,
-    -- For one message of many an index is best.  Many messages are found with a hash
-    -- table.
-    pg_catalog.format(case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = any (%L::bigint[])'
-      else ' and (e.ev_id in (select i.id from pg_catalog.unnest(%L::bigint[]) i (id))) is true' end, pg_catalog.array_remove(p_ids, null)),
-    null, pgque._is_big(p_lease, 500));
+    case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = ' || p_ids[1] else '' end, null, pgque._is_big(p_lease, 500));
 end
 $$;
 
 -- Applies the outcome to the messages of a batch: to those of the log that p_new names,
--- and to those in the retry queue.  Returns the ids of the latter.
+-- and to those in the retry queue.  Returns the ids of the latter.  p_ids and p_new are
+-- sorted.
 create or replace function pgque._apply(
   p_sub pgque.subscriber, p_lease pgque.position, p_batch bigint, p_ids bigint[], p_rows text, p_new bigint[],
   p_what text, p_after interval, p_reason text
@@ -168,9 +178,8 @@ begin
     -- Rows that another session has locked are being taken over.
     v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
       ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
-      ' and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest($4) i (id)), 0)'
-      ' and e.ev_id <= coalesce((select max(i.id) from pg_catalog.unnest($4) i (id)), 9223372036854775807)'
-      ' and ($4 is null or (e.ev_id in (select pg_catalog.unnest((select $4)))) is true)'
+      ' and e.ev_id >= coalesce($4[1], 0) and e.ev_id <= coalesce($4[pg_catalog.cardinality($4)], 9223372036854775807)'
+      ' and ($4 is null or pgque._among($4, e.ev_id))'
       ' order by e.ev_id for update skip locked),'
       ' gone as (delete from pgque.retry_queue r using found f where r.ctid = f.ctid returning r.*)';
     v_items := 'select g.* from gone g';
@@ -178,7 +187,7 @@ begin
   if p_new is not null and p_what <> 'ack' then
     v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
       'select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
-      ' where (e.ev_id in (select pg_catalog.unnest((select $5)))) is true', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
+      ' where pgque._among($5, e.ev_id)', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
   end if;
   if v_items is null then
     return null;
@@ -197,7 +206,7 @@ begin
       perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
     end loop;
   end if;
-  return (select pg_catalog.array_agg(i.id) from pg_catalog.unnest(v_ids) i (id) where (i.id in (select pg_catalog.unnest((select p_new)))) is not true);
+  return nullif(array(select pg_catalog.unnest(v_ids) except select pg_catalog.unnest(p_new)), '{}');
 end
 $$;
 

@@ -20,19 +20,19 @@ $$;
 create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  batch_id := pgque._batch_for(caller, $1);
-  perform pgque._pool_of($1);
-  return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
+  return (select count(*) from pgque._settle(pgque._batch_for(caller, $1), $2, 'release', null, null, false) f where f.ok);
 end
 $$;
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
-  'Releases messages of a worker''s batch, all by default, and returns their number. Any worker can receive them at once; their receive_count stays. '
-  'Errors: PQ005 the batch is not a worker''s.';
+  'Releases messages of a batch, all by default, and returns their number. They can be received at once, by any worker of the consumer. A release is '
+  'no failure: retry_count stays; receive_count counts each delivery. A consumer without workers acknowledges the batch afterwards, and receives the '
+  'messages in another one.';
 
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
+    perform pgque._pool_of(pgque._batch_for(caller, $1));
     return pgque.release($1, null, caller);
   end if;
   return pgque._lease_until(pgque._batch_for(caller, $1), $2, false);

@@ -8,7 +8,15 @@ language sql stable as $$
   select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
 $$;
 
--- Creates the leaf of a bucket if it does not exist.  A lock serialises this.
+-- Returns the condition for the archived messages of a queue, on a row a or e of
+-- pgque.archive.  Optionally for a part of its buckets.
+create or replace function pgque._archived_by(p_alias text, p_queue_id int, p_since timestamptz default null, p_until timestamptz default null) returns text
+language sql stable as $$
+  select pg_catalog.format('(%1$s.bucket between %2$s and %3$s or %1$s.bucket = 0 and %1$s.arc_queue = %4$s)', p_alias,
+    pgque._bucket(p_queue_id, coalesce(p_since, '2000-01-01Z')), pgque._bucket(p_queue_id, coalesce(p_until, 'infinity')), p_queue_id)
+$$;
+
+-- Creates the leaf of a bucket if it does not exist, for one session at a time.
 create or replace function pgque._archive_leaf(p_bucket bigint) returns void
 language plpgsql as $$
 declare
@@ -18,14 +26,74 @@ begin
     return;
   end if;
   perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.archive'), pg_catalog.hashtext(v_leaf));
-  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
-    return;
-  end if;
   execute pg_catalog.format('create table pgque.%I (like pgque.archive including defaults)', v_leaf);
   perform pgque._set_rights(array[('pgque.' || v_leaf)::regclass::oid]);
   execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (archive_id)', v_leaf, v_leaf || '_pkey');
   execute pg_catalog.format('create index %I on pgque.%I (ev_id)', v_leaf || '_ev_id', v_leaf);
   execute pg_catalog.format('alter table pgque.archive attach partition pgque.%I for values in (%s)', v_leaf, p_bucket);
+exception
+  when duplicate_table then
+    null;   -- another session created it.  An advisory lock does not refresh this session's copy of the catalog.
+end
+$$;
+
+-- Creates the leaves of the archive that are needed, for queues with archive_on_ack in
+-- advance, and moves messages into them.
+create or replace function pgque._fill_archive() returns int
+language plpgsql set lock_timeout = '50ms' as $$
+declare
+  v_bucket  bigint;
+  v_rest    boolean := pg_catalog.pg_relation_size('pgque.archive_0') > 0;
+  v_count   int := 0;
+begin
+  for v_bucket in
+    select b.bucket
+    from (
+      select pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day')
+      from pgque.queue q, pg_catalog.generate_series(0, 1) d (days)
+      where q.queue_archive_on_ack
+      union
+      select pgque._bucket(q.queue_id, a.archived_at)
+      from pgque.archive_0 a
+      join pgque.queue q on q.queue_id = a.arc_queue
+      where v_rest
+    ) b (bucket)
+    where pg_catalog.to_regclass('pgque.archive_' || b.bucket) is null
+    order by pg_catalog.random()
+    limit 50
+  loop
+    perform pgque._archive_leaf(v_bucket);
+  end loop;
+  if v_rest then
+    delete from pgque.archive_0 a where not exists (select from pgque.queue q where q.queue_id = a.arc_queue);
+    with found as materialized (
+      select a.archive_id from pgque.archive_0 a
+      where pg_catalog.to_regclass('pgque.archive_' || pgque._bucket(a.arc_queue, a.archived_at)) is not null
+      limit 10000
+      for update skip locked
+    ),
+    moved as (
+      delete from pgque.archive m using found f
+      where m.bucket = 0 and m.archive_id = f.archive_id
+      returning m as item
+    )
+    insert into pgque.archive
+    select n.* from moved m cross join lateral pgque._in_bucket(m.item, pgque._bucket((m.item).arc_queue, (m.item).archived_at)) n;
+    get diagnostics v_count = row_count;
+    if not exists (select from pgque.archive_0) then
+      perform pgque._empty('pgque.archive_0', true);
+    end if;
+  end if;
+  return v_count;
+end
+$$;
+
+-- Returns a row of the archive with another bucket.
+create or replace function pgque._in_bucket(p_row pgque.archive, p_bucket bigint) returns pgque.archive
+language plpgsql as $$
+begin
+  p_row.bucket := p_bucket;
+  return p_row;
 end
 $$;
 
@@ -35,9 +103,9 @@ $$;
 create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
-  v_now  timestamptz := pgque.clock();
+  v_now     timestamptz := pgque.clock();
+  v_bucket  bigint := pgque._bucket(p_queue_id, v_now);
 begin
-  perform pgque._archive_leaf(pgque._bucket(p_queue_id, v_now));
   return coalesce(p_with || ', ', 'with ') || pg_catalog.format(
     'kept as (insert into pgque.archive (bucket, archived_at, arc_queue, arc_consumer, arc_worker, arc_outcome, arc_receives,'
     ' ev_id, ev_time, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)'
@@ -45,7 +113,8 @@ begin
     ' i.ev_id, i.ev_time, i.ev_retry, i.ev_type, i.ev_data, i.ev_extra1, i.ev_extra2, i.ev_extra3, i.ev_extra4,'
     ' i.ev_headers, i.ev_key, i.ev_bytes, i.ev_expires, i.ev_error'
     ' from (%s) i returning ev_id)'
-    ' select array_agg(k.ev_id) from kept k', pgque._bucket(p_queue_id, v_now), v_now, p_queue_id, p_items);
+    ' select array_agg(k.ev_id) from kept k', case when pg_catalog.to_regclass('pgque.archive_' || v_bucket) is null then 0 else v_bucket end,
+    v_now, p_queue_id, p_items);
 end
 $$;
 
@@ -70,7 +139,7 @@ begin
     order by a.archive_id desc
     limit %s
     $q$,
-    concat_ws(' and ', 'a.bucket >= ' || pgque._bucket(v_queue.queue_id, coalesce($3, '2000-01-01Z')), 'a.bucket <= ' || pgque._bucket(v_queue.queue_id, coalesce($4, 'infinity')),
+    concat_ws(' and ', pgque._archived_by('a', v_queue.queue_id, $3, $4),
       'a.archived_at >= ' || quote_literal($3), 'a.archived_at < ' || quote_literal($4), 'a.archive_id < ' || $9, 'a.ev_type = ' || quote_literal($5),
       'a.ev_key = ' || quote_literal($6), 'c.co_name = ' || quote_literal($7),
       pgque._matching_sql($8, 'pg_catalog.left(a.ev_data, 100000), a.ev_headers::text, a.ev_key')),
@@ -91,8 +160,9 @@ declare
   v_leaf  text;
   v_queue text;
 begin
-  -- Leaf by leaf, the newest first: a query over all of them locks them all.
-  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.day desc loop
+  -- Leaf by leaf, the newest first: a query over all of them locks them all.  archive_0 is
+  -- before them, since maintenance moves its messages to the others.
+  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.queue_id > 0, l.day desc loop
     begin
       execute format('select a.* from %s a where a.archive_id = $1', v_leaf) into v_row using $1;
       perform pgque._let_go();
@@ -132,7 +202,8 @@ $$;
 comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
   'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
 
--- Returns the leaves of the archive, each with its queue and its day as in _bucket().
+-- Returns the leaves of the archive, each with its queue and its day as in _bucket(); both
+-- are 0 for archive_0.
 create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
 language sql volatile as $$
   select 'pgque.' || pg_catalog.quote_ident(c.relname), b.bucket / 100000, b.bucket % 100000,
@@ -149,19 +220,27 @@ $$;
 create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
 language plpgsql as $$
 declare
+  v_upto   bigint := case when p_before is not null then pgque._bucket(p_queue_id, p_before) % 100000 end;
+  v_days   bigint[];
   v_leaf   text;
-  v_count  int := 0;
+  v_day    bigint;
 begin
-  for v_leaf in
-    select l.leaf
+  with gone as (
+    delete from pgque.archive_0 a
+    where a.arc_queue = p_queue_id and (v_upto is null or pgque._bucket(p_queue_id, a.archived_at) % 100000 < v_upto)
+    returning a.archived_at
+  )
+  select array_agg(distinct pgque._bucket(p_queue_id, g.archived_at) % 100000) into v_days from gone g;
+  for v_leaf, v_day in
+    select l.leaf, l.day
     from pgque._archive_leaves() l
     where l.queue_id = p_queue_id and not l.is_empty
-      and (p_before is null or l.day < pgque._bucket(p_queue_id, p_before) % 100000)
+      and (v_upto is null or l.day < v_upto)
   loop
     execute 'truncate ' || v_leaf;
-    v_count := v_count + 1;
+    v_days := pg_catalog.array_append(pg_catalog.array_remove(v_days, v_day), v_day);
   end loop;
-  return v_count;
+  return coalesce(pg_catalog.cardinality(v_days), 0);
 end
 $$;
 
@@ -178,7 +257,7 @@ begin
   v_leaves := array(
     select l.leaf
     from pgque._archive_leaves() l
-    where l.is_empty and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
+    where l.is_empty and l.queue_id > 0 and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
     order by pg_catalog.random()
     limit 50);
   if pg_catalog.cardinality(v_leaves) = 0 then

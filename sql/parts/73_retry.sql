@@ -106,9 +106,10 @@ language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floo
 create or replace function pgque._woken() returns timestamptz
 language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
 
--- Returns when maint_retry_events() has work; null if the retry queue is empty.
+-- Returns when maint_retry_events() has work; null if the retry queue is empty, or if one
+-- of the tables is locked: the loop calls this in each round, and must not wait.
 create or replace function pgque._next_retry() returns timestamptz
-language plpgsql set enable_seqscan = off set jit = off as $$
+language plpgsql set enable_seqscan = off set jit = off set lock_timeout = '20ms' as $$
 declare
   v_since  timestamptz := least(pgque._woken(), pgque.clock());
 begin
@@ -133,6 +134,9 @@ begin
       order by r.ev_retry_after
       limit 1)
     ) r);
+exception
+  when lock_not_available then
+    return null;
 end
 $$;
 

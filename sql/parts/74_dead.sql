@@ -270,7 +270,7 @@ end
 $$;
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
   'Requeues a dead letter: the consumer that failed it receives the message again. Returns the message''s id, which stays. Its retries '
-  'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
+  'count from zero, and retention_period from now. Errors: PQ008 no such dead letter; PQ011 that consumer was '
   'unsubscribed.';
 
 create or replace function pgque.dlq_requeue_all(

@@ -259,7 +259,7 @@ begin
     )
     select distinct on (e.ev_id) %4$s
     from (
-      (select %5$s from pgque.archive e where e.bucket >= %3$s * 100000::bigint and e.bucket < (%3$s + 1) * 100000::bigint and e.arc_consumer = %6$s and %7$s)
+      (select %5$s from pgque.archive e where %13$s and e.arc_consumer = %6$s and %7$s)
       union all
       (select %8$s from pgque.dead_letter e where e.dl_queue_id = %3$s and e.dl_consumer_id = %6$s and %7$s)
       union all
@@ -275,7 +275,8 @@ begin
     v_which, pgque._event_columns(), pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
       'select (pgque._event(e)).* from pgque.retry_queue e where e.ev_owner = %s and e.ev_queue = %s and %s', v_of.sub_id, p_queue.queue_id, v_ids)),
     v_sub.sub_id, v_ids,
-    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then 'e.ev_owner = ' || v_of.sub_id else 'false' end, null, v_since));
+    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then 'e.ev_owner = ' || v_of.sub_id else 'false' end, null, v_since),
+    pgque._archived_by('e', p_queue.queue_id));
 end
 $$;
 

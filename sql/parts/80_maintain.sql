@@ -397,36 +397,41 @@ begin
 end
 $$;
 
--- Gives up messages that wait in the retry queue since before p_cutoff.  Returns 1 if
--- it gave up 10,000, the most for one call.  A lease without an end does not keep a
--- message.
+-- Gives up messages of the retry queue that could be delivered since before p_cutoff.  The
+-- time counts from when a message was due, and not from the send: a message with a long
+-- delay keeps its retries.  A lease without an end does not keep a message: then the time
+-- counts from the delivery.  Returns 1 if it gave up 10,000, the most for one call.
 create or replace function pgque._give_up_waiting(p_queue pgque.queue, p_cutoff timestamptz) returns int
 language plpgsql as $$
 declare
-  v_now    timestamptz := pgque.clock();
+  v_held   bigint[];
   v_aside  record;
   v_item   pgque.retry_queue;
   v_sub    pgque.subscriber;
   v_count  int := 0;
 begin
+  v_held := array(
+    select h.ev_batch
+    from (
+      select distinct e.ev_owner, e.ev_batch from pgque.retry_queue e
+      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_retry_after = 'infinity'
+    ) h
+    where coalesce((pgque._lease(h.ev_owner, h.ev_batch)).pos_time, '-infinity') < p_cutoff);
   v_aside := pgque._claim_aside(p_queue.queue_id, array(
     select pgque._slim_waiting(e)
     from (
       select e.* from pgque.retry_queue e
-      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
-        and e.ev_key is not null and e.ev_receives = 0 and (e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
+      where e.ev_queue = p_queue.queue_id and e.ev_retry_after < p_cutoff and e.ev_owner <> 0
+        and e.ev_key is not null and e.ev_receives = 0
       limit 10000
       for update skip locked
     ) e));
   for v_item in
     with found as materialized (
       select e.ctid from pgque.retry_queue e
-      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
-        and (e.ev_batch is null or e.ev_retry_after <= v_now or e.ev_retry_after = 'infinity')
+      where e.ev_queue = p_queue.queue_id and e.ev_owner <> 0 and (e.ev_retry_after < p_cutoff or e.ev_batch = any (v_held))
         and (e.ev_key is null or e.ev_receives > 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
-        -- For a requeued dead letter, the time counts from when it was requeued.
-        and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
     )
@@ -546,6 +551,9 @@ begin
 end
 $$;
 
+-- The rows stay in the log until rotation.  So that nobody reads them again, the purge
+-- gives all stored ticks the snapshot of its own one: windows that begin or end there have
+-- no purged message.  The ticks keep their ids, for readers with offsets of their own.
 create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -558,19 +566,26 @@ begin
   perform pgque._need_read_committed('purge()');
   perform pgque._rebase(v_queue.queue_id);
   perform pgque._let_keys_be_said(v_queue);
+  -- Calls that move a consumer to a stored tick wait here.
+  perform from pgque.queue q where q.queue_id = v_queue.queue_id for no key update;
   perform pgque._stop_all(v_queue.queue_id);
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
-  -- A block with an exception handler is a subtransaction, which _store_tick() needs.
+  -- A block with an exception handler is a subtransaction, which _store_tick() needs, and
+  -- the same counts for the ticks that get the values of this one.
   begin
     perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
+    v_last := pgque._last_tick(v_queue);
+    for n in 0..2 loop
+      execute format('update pgque.tick_%s_%s t set tick_snapshot = $1, tick_event_seq = $2 where t.tick_id < $3', v_queue.queue_id, n)
+      using v_last.tick_snapshot, v_last.tick_event_seq, v_last.tick_id;
+    end loop;
   exception
     when sqlstate 'PQ099' then
       raise;
   end;
-  v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null loop
     v_pos := pgque._position(v_sub.sub_id);
     perform pgque._note(o.token, v_sub.sub_id, array[0]) from unnest(v_pos.pos_open) o (token);
@@ -591,9 +606,10 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Dead letters and the archive stay. For a batch '
-  'that was open, ack() then returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such '
-  'queue; 25000 not READ COMMITTED.';
+  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Nobody can read them again, neither a consumer '
+  'that subscribes at earliest or is moved back, nor read_window(). Dead letters and the archive stay. For a batch that was open, ack() then '
+  'returns 0 or false. Rotation later empties the tables on disk. Returns the number of messages that the slowest consumer had ahead of it. Errors: '
+  'PQ001 no such queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque._expire_messages(p_queue_id int) returns bigint
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
@@ -675,10 +691,6 @@ begin
     perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := coalesce((select sum(pgque._expire_messages(q.queue_id)) from pgque.queue q), 0);
   end if;
-  -- Created here, so that no consumer has to, with others waiting for it.
-  perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
-  from pgque.queue q, generate_series(0, 1) d (days)
-  where q.queue_archive_on_ack;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
     perform setval('pgque.delete_expired_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := v_count + coalesce((select sum(pgque._delete_expired(q.queue_id)) from pgque.queue q), 0);
@@ -1046,7 +1058,7 @@ begin
   end if;
   -- A failure in one part must not stop the others.  _drop_leaves is last: all others
   -- use the tables that it locks.
-  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;

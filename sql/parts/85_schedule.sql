@@ -15,8 +15,8 @@ exception
 end
 $$;
 comment on function pgque.set_tick_period_ms(int) is
-  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (default 100), and returns it. A '
-  'running loop follows at once. Errors: PQ005 out of range.';
+  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, unless the queue''s tick_gap is longer: 1 to 60000 '
+  'milliseconds (default 100). Returns it. A running loop follows at once. Errors: PQ005 out of range.';
 
 create or replace function pgque.set_tick_share(percent int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -46,6 +46,22 @@ begin
 end
 $$;
 
+-- Returns the settings of the loop and the time of the last stop(); the defaults while the
+-- table is locked, since ticks must not wait for it.
+create or replace function pgque._loop_bounds(out stopped_at timestamptz, out period interval, out share float8)
+language plpgsql set lock_timeout = '20ms' as $$
+begin
+  period := '100 milliseconds';
+  share := 0.15;
+  select max(c.stopped_at), coalesce(max(c.tick_period_ms) * interval '1 millisecond', period), coalesce(max(c.tick_share) / 100.0, share)
+  into stopped_at, period, share
+  from pgque.config c;
+exception
+  when lock_not_available then
+    null;
+end
+$$;
+
 -- Returns what the loop reads in each round: the time of the last stop(), the period,
 -- the shortest gap between two ticks of a queue, the loop's share of a core, whether
 -- retries or recurring messages are due, and when to check the queues even if nothing
@@ -58,9 +74,7 @@ declare
   v_now    timestamptz := clock_timestamp();
   v_retry  timestamptz;
 begin
-  select max(c.stopped_at), coalesce(max(c.tick_period_ms), 100) * interval '1 millisecond', coalesce(max(c.tick_share), 15) / 100.0
-  into stopped_at, period, share
-  from pgque.config c;
+  select c.* into stopped_at, period, share from pgque._loop_bounds() c;
   select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
   into gap, look_at
   from pgque.queue q;
@@ -321,7 +335,7 @@ begin
       v_due := v_state.look_at;
       v_mark := v_began; v_work := '0';
       if v_state.retries and v_began >= v_pump then
-        perform pgque.maint_retry_events(), pgque._maint_operation('pgque.maint_recurring', null);
+        perform pgque._maint_operation('pgque.maint_retry_events', null), pgque._maint_operation('pgque.maint_recurring', null);
         v_work := pg_catalog.clock_timestamp() - v_mark;
         -- If the step waited for a lock, or had much to do, the other steps run first.
         v_pump := v_began + case when v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;

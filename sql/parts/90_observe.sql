@@ -596,8 +596,7 @@ begin
         a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
-      where a.bucket between $1 * 100000::bigint and $1 * 100000::bigint + 99999 and a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807)
-      $q$, p_where)
+      where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
     using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
 end

@@ -251,7 +251,7 @@ def test_an_update_of_the_extension_under_load_gives_no_call_an_error_and_loses_
 ) -> None:
     """Calls go on with the bodies of the version before while its functions are replaced."""
     bindir = programs_of(server, "initdb", "pg_ctl")
-    previous = "0.7.0"
+    previous = "0.7.1"
     with ExitStack() as stack:
         main = stack.enter_context(started(stack.enter_context(with_extension(bindir, previous))))
         new_database(main.dsn, "updated", "extension", previous)

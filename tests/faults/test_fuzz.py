@@ -36,6 +36,7 @@ def populated(own: Connection) -> Connection:
     return own
 
 
+@pytest.mark.usefixtures("may_compile")
 @pytest.mark.timeout(900)  # calls every function, with a part of the bad values or with all
 @pytest.mark.parametrize(
     "part", [pytest.param(0.25, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.long)]
@@ -64,6 +65,7 @@ def test_one_bad_argument_among_good_ones_is_answered_in_plain_words(
 
 
 @pytest.mark.slow  # some thousand random calls
+@pytest.mark.usefixtures("may_compile")
 @pytest.mark.timeout(SECONDS + 150)
 def test_random_calls_raise_nothing_internal_and_leave_every_queue_working(populated: Connection) -> None:
     conn = populated

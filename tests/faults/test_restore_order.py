@@ -31,7 +31,7 @@ from support.servers import TestServer
 pytestmark = [pytest.mark.slow, pytest.mark.programs]
 
 KINDS = ("plain", "extension")
-PREVIOUS = "0.7.0"
+PREVIOUS = "0.7.0"  # the last one whose dumps do not say that they are complete
 
 
 @dataclass

@@ -87,6 +87,7 @@ def piece(receives: int, attempts: int, asked: int) -> int:
     return ceil(share.quantize(Decimal("1e-12")))
 
 
+VISIBILITY = 30_000  # the queue's setting
 WORKERS = ("w1", "w2", "w3")
 KEYS = ("k1", "k2")
 workers = st.sampled_from(WORKERS)
@@ -417,19 +418,42 @@ class Workers(RuleBasedStateMachine):
         else:
             self.dead[w.message.id] = (w, reason)
 
-    def _take_waiting(self, most: int) -> tuple[list[Waiting], bool]:
-        """Choose what comes again, and whether it had lapsed: then nothing else goes with it."""
+    def _is_suspect(self, w: Waiting) -> bool:
+        """Whether a message has its last attempt before it, and a delivery of it was lost."""
+        return w.receives == self.attempts - 1 and w.receives > w.retry
+
+    def _is_busy_with_one(self, worker: str) -> bool:
+        """Whether a worker has such a message, and so gets no other."""
+        return any(
+            w.worker == worker and w.token is not None and w.due > self.now
+            and w.receives >= self.attempts and w.receives > w.retry + 1
+            for w in self.waiting
+        )  # fmt: skip
+
+    def _holds(self, worker: str) -> bool:
+        return any(o.worker == worker and o.until > self.now for o in self.leases.values()) or any(
+            w.worker == worker and w.token is not None and w.due > self.now for w in self.waiting
+        )
+
+    def _take_waiting(self, most: int, worker: str) -> tuple[list[Waiting], bool]:
+        """Choose what is redelivered, and whether anything at all is delivered besides."""
         busy: list[Waiting] = []
         while first := self._due(busy, None, 1):
             (head,) = first
             lapsed = head.token is not None
+            if self._is_suspect(head) and not self._expired(head.message):
+                if head.due > self.now - VISIBILITY and self._holds(worker):
+                    return [], True
+                most = 1
             size = piece(head.receives, self.attempts, most) if lapsed else most
             spent = head.receives >= self.attempts or self._expired(head.message)
             look = self._due(busy, head.receives if lapsed else -1, max(most, 1000) if spent else size)
+            if most > 1:
+                look = [w for w in look if not self._is_suspect(w)]
             good = self._weed(look)
             busy += [w for w in look if w not in good]
             if good:
-                return good[:size], lapsed
+                return good[:size], True
         return [], False
 
     def _from_log(self, most: int) -> list[Message]:
@@ -522,8 +546,10 @@ class Workers(RuleBasedStateMachine):
         if self.rate:
             self.paid = max(self.paid, self.now * 1000 - 1_000_000)
             most = min(most, ((self.now * 1000 - self.paid) * self.rate + 1) // 1_000_000)
-        again, lapsed = self._take_waiting(most) if most else ([], False)
-        fresh = [] if again or not most else self._from_log(most)
+        if self._is_busy_with_one(worker):
+            most = 0
+        again, only = self._take_waiting(most, worker) if most else ([], False)
+        fresh = [] if only or not most else self._from_log(most)
         for w in again:
             w.receives += 1
             w.worker, w.due = worker, until
@@ -566,7 +592,7 @@ class Workers(RuleBasedStateMachine):
         self.bench.seen["batches"] += 1
         self.bench.seen["messages"] += len(got)
         self.bench.seen["again"] += len(again)
-        self.bench.seen["pieces of what lapsed"] += lapsed
+        self.bench.seen["pieces of what lapsed"] += any(w.token is not None for w in again)
         self.batches[token] = Batch([m.msg_id for m in got], self.now)
         for w in again:
             w.token = token

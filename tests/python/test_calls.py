@@ -433,9 +433,24 @@ def test_errors_are_those_of_the_client(opened: Open, client: pgque.PgqueClient,
 
 
 @each_driver
-def test_a_text_with_nul_is_refused_by_all(opened: Open, queue: str) -> None:
-    with pytest.raises(pgque.PgqueError, match=r"NUL|0x00"):
-        opened.send(queue, "a\x00b")
+def test_what_no_text_of_a_database_has_is_one_error_of_all(
+    opened: Open, client: pgque.PgqueClient, queue: str
+) -> None:
+    calls: list[Callable[[Any, str], object]] = [
+        lambda on, bad: on.send(queue, bad),
+        lambda on, bad: on.send(queue, {"a": [bad]}),
+        lambda on, bad: on.send(queue, "x", key=bad),
+        lambda on, bad: on.send(queue, "x", headers={"a": bad}),
+        lambda on, bad: on.send_batch(queue, ["x", bad], type="t"),
+    ]
+    for bad in ("a\x00b", "a\ud800"):
+        for call in calls:
+            for on in (opened, client):
+                with pytest.raises(pgque.PgqueBadArgument) as caught:
+                    call(on, bad)
+                assert type(caught.value) is pgque.PgquePayloadError
+                assert caught.value.hint
+            opened.rollback()
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -530,7 +530,7 @@ _SENT = ["first", *[str(payload) for payload in _OUTCOMES], "class", "value", "l
 
 def _answer(message: pgque.Message, raises: bool) -> object:
     """Return or raise the outcome of a message, with its first delivery."""
-    if message.retry_count:
+    if message.receive_count != 1:
         return None
     if message.payload == "class":
         if raises:
@@ -607,7 +607,7 @@ def test_a_handler_may_return_or_raise_an_outcome(
         seconds = (each.available_at - each.created_at).total_seconds()
         waiting[each.payload] = (each.last_error, round(seconds / 100) * 100)
     assert [payload for payload, _, _ in seen[: len(_SENT)]] == _SENT
-    assert sorted(seen[len(_SENT) :]) == [("release", 1, None), ("retry", 1, "busy")]
+    assert sorted(seen[len(_SENT) :]) == [("release", 0, None), ("retry", 1, "busy")]
     assert {(letter.ev_data, letter.dl_reason) for letter in client.dlq_inspect(subscribed)} == {
         ("dead", "no good"),
         ("bounced", "no such address"),
@@ -753,7 +753,7 @@ def test_a_message_that_is_released_again_and_again_is_never_given_up(
     with block:
         wait_until(lambda: len(seen) == 4)
         wait_until(lambda: client.list_messages(subscribed) == [], "the last delivery is acknowledged")
-    assert seen == [0, 1, 2, 3]  # each is a delivery from the retry queue
+    assert seen == [0] * 4  # none is a retry
     assert client.dlq_inspect(subscribed) == []
 
 
@@ -1219,15 +1219,27 @@ def test_an_idle_consumer_stops_at_once(
         assert not thread.is_alive()
 
 
-def test_stopping_hands_an_unfinished_batch_back(
-    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"transactional": True}, {"subconsumer": "w"}],
+    ids=lambda options: "".join(options) or "plain",
+)
+def test_what_was_handled_before_a_stop_is_not_repeated(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    options: dict[str, Any],
 ) -> None:
-    seen: list[pgque.Message] = []
-    consumer = pgque.Consumer(dsn, queue=subscribed, name="c")
+    if "subconsumer" in options:
+        client.subscribe_subconsumer(subscribed, "c", "w", convert_normal=True)
+    seen: list[int] = []
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", **options)
 
     @consumer.on("*")
-    def handle(message: pgque.Message) -> None:
-        seen.append(message)
+    def handle(message: pgque.Message, own: object = None) -> None:
+        seen.append(message.msg_id)
         time.sleep(0.05)
 
     ids = client.send_batch(subscribed, "t", [str(n) for n in range(100)])
@@ -1238,14 +1250,121 @@ def test_stopping_hands_an_unfinished_batch_back(
         thread.join(5)
         assert not thread.is_alive()
     assert len(seen) < 100
-    assert [message.msg_id for message in client.receive(subscribed, "c")] == ids
+    left = [(it.msg_id, it.retry_count) for it in _receive(client, subscribed, **options)]
+    assert left == [(each, 0) for each in ids[len(seen) :]]
+
+
+def _receive(
+    client: pgque.PgqueClient, queue: str, subconsumer: str | None = None, **_: object
+) -> list[pgque.Message]:
+    if subconsumer is None:
+        return client.receive(queue, "c")
+    return client.receive_coop(queue, "c", subconsumer)
+
+
+_KILLED = """
+    import os, sys, pgque
+
+    dsn, queue, transactional = sys.argv[1:]
+    consumer = pgque.Consumer(
+        dsn, queue=queue, consumer="c", retry_after=0, transactional=transactional == "True"
+    )
+
+    @consumer.handler("*")
+    def handle(message, own=None):
+        print(message.payload, message.retry_count, flush=True)
+        if message.payload == "bad":
+            os._exit(3)
+
+    consumer.run()
+"""
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+def test_a_message_whose_handler_kills_the_process_is_dead_at_last_and_no_other_is_rejected(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, transactional: bool
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 1)
+    client.send_batch(subscribed, "t", ["first", "second", "bad", "third"])
+    tick(subscribed)
+    handled: list[list[str]] = []
+    while not client.dlq_inspect(subscribed):  # as a supervisor does
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(_KILLED), dsn, subscribed, str(transactional)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+        def ended(process: subprocess.Popen[str] = process) -> bool:
+            return process.poll() is not None or bool(client.dlq_inspect(subscribed))
+
+        wait_until(ended, timeout=20)
+        process.terminate()
+        handled.append(process.communicate(timeout=20)[0].splitlines())
+        assert len(handled) < 8
+    [letter] = client.dlq_inspect(subscribed)
+    assert (letter.ev_data, letter.ev_retry) == ("bad", 1)
+    assert "the process that handled this message ended" in str(letter.dl_reason)
+    assert handled[0] == ["first 0", "second 0", "bad 0"]
+    assert {line for lines in handled for line in lines} == {
+        "first 0",
+        "second 0",
+        "third 0",
+        "bad 0",
+        "bad 1",
+    }
+    assert client.receive(subscribed, "c") == []
+
+
+@pytest.mark.parametrize("options", [{}, {"transactional": True}], ids=["plain", "transactional"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_handler_that_calls_exit_has_failed(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    kind: str,
+    options: dict[str, Any],
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    client.send_batch(subscribed, "t", ["bad", "good"])
+    tick(subscribed)
+    seen: list[str | None] = []
+
+    def handle(message: pgque.Message, own: object = None) -> None:
+        seen.append(message.payload)
+        if message.payload == "bad":
+            sys.exit(3)
+
+    with _consuming(kind, dsn, subscribed, handle, **options):
+        wait_until(lambda: client.dlq_inspect(subscribed) and seen == ["bad", "good"])
+    [letter] = client.dlq_inspect(subscribed)
+    assert (letter.ev_data, letter.dl_reason) == ("bad", "SystemExit: 3")
+
+
+def _consuming(
+    kind: str, dsn: str, queue: str, handle: Callable[..., object], **options: Any
+) -> AbstractContextManager[threading.Thread]:
+    """Run a consumer, which calls a function in its handler, until the end of the block."""
+    if kind == "sync":
+        blocking = pgque.Consumer(dsn, queue=queue, consumer="c", **options)
+        blocking.handler("*")(handle)
+        return running(blocking)
+    consumer = pgque.AsyncConsumer(dsn, queue=queue, consumer="c", **options)
+
+    @consumer.handler("*")
+    async def handle_async(message: pgque.Message, own: object = None) -> object:
+        return handle(message, own)
+
+    return threads.running(lambda: asyncio.run(consumer.run()), consumer.stop, 10)
 
 
 def test_what_is_done_is_finished_though_the_next_batch_is_out_of_reach(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, conn: Connection, reader: Any
 ) -> None:
     seen: list[int] = []
-    takes = "function pgque.receive(text, text, int, text, interval, bigint, pgque.caller)"
+    takes = "function pgque.receive(text, text, int, text, interval, bigint, bigint, pgque.caller)"
     consumer = pgque.Consumer(reader.dsn, queue=subscribed, name="c", max_messages=1)
 
     @consumer.on("*")
@@ -1484,7 +1603,7 @@ def test_stopping_an_async_consumer_in_a_batch_leaves_its_loop_running(
     except KeyboardInterrupt:
         pytest.fail("it ended the loop")
     assert 0 < len(seen) < 100
-    assert [message.msg_id for message in client.receive(subscribed, "c")] == ids
+    assert [message.msg_id for message in client.receive(subscribed, "c")] == ids[len(seen) :]
 
 
 @pytest.mark.parametrize("transactional", [False, True])
@@ -1608,8 +1727,8 @@ def test_a_handler_that_the_program_gave_to_the_loop_is_called_as_well(dsn: str,
         loop = asyncio.get_running_loop()
         told = asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, told.set)
-        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c", unknown_handler_policy="ack")
         for _ in range(2):
+            consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c", unknown_handler_policy="ack")
             task = asyncio.create_task(consumer.start())
             await asyncio.sleep(0)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -185,13 +185,25 @@ def test_only_the_message_whose_handler_needs_such_headers_fails(
     assert client.get_consumer_info(subscribed, "c")[0].current_batch is None
 
 
+@pytest.mark.parametrize("leaf", [1, ("a",), {1: 2}, b"unknown"], ids=str)
+def test_what_is_nested_too_deeply_is_one_error_before_it_is_sent(
+    client: pgque.PgqueClient, queue: str, leaf: object
+) -> None:
+    deep = leaf
+    for _ in range(100_000):
+        deep = [deep]
+    for encoder in (None, repr):
+        with pytest.raises(pgque.PgquePayloadError, match="nested too deeply"):
+            pgque.send(client.conn, queue, deep, encoder=encoder)
+
+
 def test_a_payload_is_parsed_alike() -> None:
     def parse(payload: str) -> object:
         return pgque.Message(1, 2, "t", payload).json()
 
     assert parse(f'{{"n": {LONG}, "m": [1, -{LONG}]}}') == {"n": Decimal(LONG), "m": [1, Decimal(f"-{LONG}")]}
     assert parse("1e999999") == float("inf")
-    with pytest.raises(ValueError, match="nested too deeply"):
+    with pytest.raises(pgque.PgquePayloadError, match="nested too deeply"):
         parse("[" * 100_000)
     with pytest.raises(json.JSONDecodeError):
         parse(f"[{LONG},")

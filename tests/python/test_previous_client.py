@@ -1,8 +1,8 @@
 """Earlier packages against our SQL, and ours against the SQL of an earlier version.
 
 A package works with every SQL of its minor version, and processes that are connected go on with the next one too.
-previous/ has the packages as they were released, without their SQL, demo, page, top, Django and Spark: 0.6.0 is
-git archive 17f828e:python/src pgque, 0.7.0 is that of 01af2f3.
+previous/pgque-0.7.1.zip is the package as it was released, without its demo, page, Django and Spark:
+git archive 184021e:python/src pgque.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from sql.helpers import Connection, column, value
 from sql.test_install import install_earlier
 from support import servers
 
-VERSION = "0.6.0"  # of the minor version before this one
-SAME_MINOR = "0.7.0"  # the version before this one
+VERSION = "0.7.1"
 
 
 @dataclass(frozen=True)
@@ -39,24 +38,13 @@ class Package:
     folder: Path
 
 
-def released(tmp_path_factory: pytest.TempPathFactory, version: str) -> Package:
-    """Unpack the package of a version."""
-    folder = tmp_path_factory.mktemp("previous")
-    with zipfile.ZipFile(Path(__file__).parent / "previous" / f"pgque-{version}.zip") as archive:
-        archive.extractall(folder)
-    return Package(version, folder)
-
-
 @pytest.fixture(scope="session")
 def previous(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The package of the minor version before this one."""
-    return released(tmp_path_factory, VERSION)
-
-
-@pytest.fixture(scope="session", params=[VERSION, SAME_MINOR])
-def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """The package of the minor version before this one, and that of the version before this one."""
-    return released(tmp_path_factory, request.param)
+    """The package of the minor version before this one, unpacked."""
+    folder = tmp_path_factory.mktemp("previous")
+    with zipfile.ZipFile(Path(__file__).parent / "previous" / f"pgque-{VERSION}.zip") as archive:
+        archive.extractall(folder)
+    return Package(VERSION, folder)
 
 
 PREAMBLE = """
@@ -90,11 +78,11 @@ def run(package: Package, script: str, dsn: str) -> None:
 
 
 def test_processes_of_an_earlier_version_that_are_connected_go_on_after_the_upgrade(
-    earlier: Package, fresh_dsn: str
+    previous: Package, fresh_dsn: str
 ) -> None:
-    install_earlier(fresh_dsn, earlier.version)
+    install_earlier(fresh_dsn, previous.version)
     run(
-        earlier,
+        previous,
         """
 client = pgque.connect(dsn, autocommit=True)
 client.create_queue("q", {"max_retries": 0})
@@ -156,9 +144,6 @@ with psycopg.connect(dsn) as upgrade:
 with psycopg.connect(dsn) as check:
     assert check.execute("select pgque.version()").fetchone()[0] != pgque.__version__
 round_of(2)
-if version != "0.6.0":  # a package of this minor version may also connect now
-    with pgque.connect(dsn, autocommit=True) as client:
-        round_of(3)
 assert all(thread.is_alive() for thread in threads)
 consumer.stop(); worker.stop()
 for thread in threads:
@@ -169,10 +154,12 @@ assert not any(thread.is_alive() for thread in threads)
     )
 
 
-def test_a_ticker_of_an_earlier_version_goes_on_through_the_upgrade(earlier: Package, fresh_dsn: str) -> None:
-    install_earlier(fresh_dsn, earlier.version)
+def test_a_ticker_of_an_earlier_version_goes_on_through_the_upgrade(
+    previous: Package, fresh_dsn: str
+) -> None:
+    install_earlier(fresh_dsn, previous.version)
     run(
-        earlier,
+        previous,
         """
 client = pgque.connect(dsn, autocommit=True)
 client.create_queue("q")
@@ -263,12 +250,12 @@ for call in (
     try:
         call()
     except pgque.PgqueVersionError as error:
-        assert pgque.__version__ in str(error) and "pip install --upgrade pgque" in error.hint, error
+        assert pgque.__version__ in str(error) and "pip install --upgrade ./python" in error.hint, error
     else:
         raise AssertionError(f"{call} did not raise")
 for command in (["send", "q", "x", "--dsn", dsn], ["queues", "--dsn", dsn], ["install", "--dsn", dsn]):
     done = CliRunner().invoke(main, command)
-    assert done.exit_code == 1 and "pip install --upgrade pgque" in done.output, done.output
+    assert done.exit_code == 1 and "pip install --upgrade ./python" in done.output, done.output
 own.close()
 """,
         dsn,

@@ -400,6 +400,143 @@ def test_a_lease_is_extended_for_as_long_as_a_handler_runs(
     assert seen == [("slow", 1), ("waiting", 1), ("waiting too", 1)]
 
 
+def _worker_of(
+    twin: str, dsn: str, pool: str, handle: Callable[[pgque.Message], object], **settings: Any
+) -> tuple[Any, Callable[[], object]]:
+    """Return a worker whose handlers block a thread, or await one, and the function that runs it."""
+    if twin == "sync":
+        worker = pgque.Worker(dsn, queue=pool, consumer="c", **settings)
+        worker.handler("*")(handle)
+        return worker, worker.run
+    awaiting = pgque.AsyncWorker(dsn, queue=pool, consumer="c", **settings)
+
+    @awaiting.handler("*")
+    async def handle_async(message: pgque.Message) -> None:
+        await asyncio.to_thread(handle, message)
+
+    return awaiting, lambda: asyncio.run(awaiting.run())
+
+
+def _waits_for_a_lock(conn: Connection, query: str) -> bool:
+    return bool(
+        conn.execute(
+            "select from pg_stat_activity where wait_event_type = 'Lock' and query like %s", [f"%{query}%"]
+        ).rowcount
+    )
+
+
+@pytest.mark.parametrize("twin", ["sync", "async"])
+def test_a_lease_is_extended_while_the_connection_of_its_worker_waits_for_the_consumer(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    connect: Any,
+    twin: str,
+) -> None:
+    release, began = threading.Event(), threading.Event()
+
+    def handle(message: pgque.Message) -> None:
+        if message.payload == "slow":
+            began.set()
+            release.wait(30)
+
+    worker, run = _worker_of(twin, dsn, pool, handle, visibility_timeout=2, concurrency=2, prefetch=1)
+    _send(client, pool, tick, "slow")
+    with threads.running(run, worker.stop, 20), connect(autocommit=False) as holder:
+        assert began.wait(10)
+
+        def receives() -> bool:
+            holder.rollback()
+            _send(client, pool, tick, "quick", "quick")  # others may go to the worker
+            return bool(pgque.receive(holder, pool, "c", 1, worker="script"))
+
+        wait_until(receives, "a program receives in the transaction that it works in")
+        wait_until(lambda: _waits_for_a_lock(conn, "pgque.receive"), "the worker waits for the consumer")
+
+        def lease_until() -> list[Any]:
+            return [it.lease_until for it in client.list_workers(pool, "c") if it.worker != "script"]
+
+        before = lease_until()
+        assert len(before) == 1
+        wait_until(lambda: lease_until() > before, "the lease is extended")
+        assert _waits_for_a_lock(conn, "pgque.receive")
+        holder.rollback()
+        release.set()
+        wait_until(lambda: _held(client, pool) == 0)
+
+
+def test_a_lease_is_extended_while_an_outcome_of_another_batch_is_not_committed(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    connect: Any,
+) -> None:
+    release = threading.Event()
+    seen: list[pgque.Message] = []
+
+    def handle(message: pgque.Message) -> None:
+        seen.append(message)
+        release.wait(30)
+
+    worker, run = _worker_of("sync", dsn, pool, handle, visibility_timeout=2, concurrency=2, prefetch=1)
+    _send(client, pool, tick, "a", "b")
+    with threads.running(run, worker.stop, 20), connect(autocommit=False) as holder:
+        wait_until(lambda: len(seen) == 2)
+        pgque.PgqueClient(holder).extend(seen[0].batch_id, 0)  # locks the batch, as a report does
+        wait_until(lambda: _waits_for_a_lock(conn, "pgque.extend"))
+        [until] = [w.lease_until for w in client.list_workers(pool, "c")]
+        later = "select pgque.clock() > %s + interval '2 seconds'"
+
+        def expired() -> bool:
+            assert _left(client, pool) == []
+            return bool(conn.execute(later, [until]).fetchall()[0][0])
+
+        wait_until(expired, "both leases would have expired")
+        holder.rollback()
+        release.set()
+        wait_until(lambda: _held(client, pool) == 0)
+    assert len(seen) == 2
+
+
+def test_a_handler_that_blocks_the_event_loop_keeps_its_lease_and_is_named(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release, began = threading.Event(), threading.Event()
+    seen: list[int | None] = []
+    worker = pgque.AsyncWorker(dsn, queue=pool, consumer="c", visibility_timeout=1)
+
+    @worker.handler("*")
+    async def blocks(message: pgque.Message) -> None:
+        seen.append(message.receive_count)
+        began.set()
+        release.wait(30)
+
+    _send(client, pool, tick, "a")
+    with (
+        caplog.at_level(logging.WARNING, logger="pgque.worker"),
+        threads.running(lambda: asyncio.run(worker.run()), worker.stop, 20),
+    ):
+        assert began.wait(10)
+        wait_until(lambda: "the event loop has been blocked" in caplog.text)
+        assert _left(client, pool) == []
+        release.set()
+        wait_until(lambda: _held(client, pool) == 0)
+    [text] = [message for message in caplog.messages if "event loop" in message]
+    assert "test_worker.py" in text and "in blocks" in text
+    assert seen == [1]
+
+
 def test_a_lost_lease_is_logged_and_what_was_not_started_is_left_to_the_others(
     dsn: str,
     client: pgque.PgqueClient,

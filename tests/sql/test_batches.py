@@ -26,13 +26,18 @@ NEXT = "select pgque.next_batch(%s, 'c')"
 EVENTS = "select ev_id from pgque.get_batch_events(%s)"
 
 
-def test_a_batch_is_one_window_whatever_its_size(conn: Connection, subscribed: str) -> None:
+def test_a_batch_is_the_furthest_window_up_to_ticker_max_count_events(
+    conn: Connection, subscribed: str
+) -> None:
     assert value(conn, NEXT, subscribed) is None
-    first = send_many(conn, subscribed, 300)
-    tick(conn, subscribed)
-    second = send_many(conn, subscribed, 3)
-    tick(conn, subscribed)
-    for expected in (first, second):
+    value(conn, "select pgque.set_queue_config(%s, 'ticker_max_count', '10')", subscribed)
+    windows: list[list[int]] = []
+    for ticks in ((30,), (3, 3, 4), (9,), (2,)):  # one tick may have more, and no batch ends within one
+        windows.append([])
+        for count in ticks:
+            windows[-1] += send_many(conn, subscribed, count)
+            tick(conn, subscribed)
+    for expected in windows:
         batch = value(conn, NEXT, subscribed)
         assert value(conn, NEXT, subscribed) == batch
         assert column(conn, EVENTS, batch) == expected
@@ -98,6 +103,23 @@ def test_next_batch_custom_waits_for_lag_count_and_interval(own: Connection) -> 
     tick(own, "q")
     batch = value(own, custom, None, 100, "10 minutes")
     assert len(column(own, EVENTS, batch)) == 1
+
+
+def test_without_a_size_next_batch_custom_ends_at_the_furthest_tick_that_is_old_enough(
+    own: Connection,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    custom = "select batch_id from pgque.next_batch_custom('q', 'c', '10 minutes', null, null)"
+    sent = []
+    for minutes in (0, 1, 11):
+        move_clock(own, f"{minutes} minutes")
+        sent += send_many(own, "q", 4)
+        tick(own, "q")
+    batch = value(own, custom)
+    assert column(own, EVENTS, batch) == sent[:8]
+    ack(own, batch)
+    assert value(own, custom) is None
 
 
 def test_events_of_a_batch_have_the_columns_of_old(conn: Connection, subscribed: str) -> None:

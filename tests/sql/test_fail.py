@@ -26,7 +26,6 @@ from sql.helpers import (
     send,
     send_many,
     subscribe,
-    take,
     tick,
     value,
 )
@@ -49,43 +48,6 @@ def retried(conn: Connection, queue: str, consumer: str = "c") -> list[Message]:
 
 def dead(conn: Connection, queue: str) -> list[int]:
     return [r[0] for r in rows(conn, "select d.ev_id from pgque.dlq_inspect(%s) as d", queue)]
-
-
-def test_a_nacked_message_comes_again_with_its_id_and_payload_after_its_delay(own: Connection) -> None:
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    sent = value(own, "select pgque.send('q', 'kind', 'body'::text, 'key')")
-    tick(own, "q")
-    (first,) = receive(own, "q")
-    assert nack(own, first, "10 minutes", "later") == 1
-    ack(own, first.batch_id)
-    assert retried(own, "q") == []
-    move_clock(own, "11 minutes")
-    (again,) = retried(own, "q")
-    assert (again.msg_id, again.type, again.payload, again.extra1) == (sent, "kind", "body", "key")
-    assert again.created_at == first.created_at
-    assert (again.retry_count, again.receive_count, again.last_error) == (1, 2, "later")
-    assert again.batch_id != first.batch_id
-
-
-def test_a_message_nacked_twice_is_retried_once(conn: Connection, subscribed: str) -> None:
-    (message,) = one_batch(conn, subscribed)
-    assert nack(conn, message) == 1
-    assert nack(conn, message) == 1
-    ack(conn, message.batch_id)
-    assert pump(conn) == 1
-    tick(conn, subscribed)
-    assert drain(conn, subscribed) == [message.msg_id]
-    assert pump(conn) == 0
-
-
-def test_a_nack_after_the_ack_is_refused(conn: Connection, subscribed: str) -> None:
-    (message,) = one_batch(conn, subscribed)
-    ack(conn, message.batch_id)
-    error = refused("PQ012", nack, conn, message)
-    assert "batch not found" in str(error)
-    assert str(message.batch_id) in str(error)
-    assert retried(conn, subscribed) == []
 
 
 def test_of_a_nacked_record_only_the_id_is_believed(conn: Connection, subscribed: str) -> None:
@@ -149,120 +111,6 @@ def test_each_message_of_a_batch_is_found_wherever_it_lies(
     assert len(later) == 4
 
 
-def test_a_message_of_another_batch_is_refused(conn: Connection, subscribed: str) -> None:
-    send_many(conn, subscribed, 4)
-    tick(conn, subscribed)
-    first = receive(conn, subscribed, count=2)
-    ack(conn, first[0].batch_id)
-    second = receive(conn, subscribed, count=1)
-    later = send(conn, subscribed)
-    batch = second[0].batch_id
-    foreign: Any
-    for foreign in (first[0].msg_id, second[0].msg_id + 1, later, -5, None):
-        error = refused("PQ007", nack, conn, second[0]._replace(msg_id=foreign))
-        assert str(batch) in str(error)
-    assert pump(conn) == 0
-
-
-def test_a_retry_goes_to_the_consumer_that_failed_only(conn: Connection, subscribed: str) -> None:
-    subscribe(conn, subscribed, "other")
-    (message,) = one_batch(conn, subscribed)
-    nack(conn, message)
-    ack(conn, message.batch_id)
-    assert drain(conn, subscribed, "other") == [message.msg_id]
-    pump(conn)
-    subscribe(conn, subscribed, "newcomer")
-    tick(conn, subscribed)
-    assert drain(conn, subscribed, "other") == []
-    assert drain(conn, subscribed, "newcomer") == []
-    assert drain(conn, subscribed) == [message.msg_id]
-
-
-@pytest.mark.parametrize("retries", [0, 1, 3])
-def test_a_message_is_delivered_max_retries_plus_one_times_and_then_dead_once(
-    conn: Connection, subscribed: str, retries: int
-) -> None:
-    configure(conn, subscribed, max_retries=retries)
-    (message,) = one_batch(conn, subscribed)
-    deliveries = 1
-    while True:
-        assert message.retry_count == deliveries - 1
-        assert message.receive_count == deliveries
-        nack(conn, message, "0", f"failure {deliveries}")
-        nack(conn, message, "0", "again")
-        ack(conn, message.batch_id)
-        batch = retried(conn, subscribed)
-        if not batch:
-            break
-        (message,) = batch
-        deliveries += 1
-        assert deliveries <= retries + 1
-    assert deliveries == retries + 1
-    found = rows(
-        conn,
-        "select d.ev_id, d.dl_reason, d.ev_data, d.consumer_name from pgque.dlq_inspect(%s) as d",
-        subscribed,
-    )
-    assert found == [(message.msg_id, f"failure {deliveries}", message.payload, "c")]
-
-
-def test_the_messages_of_a_batch_that_come_again_leave_out_the_nacked_ones(
-    conn: Connection, subscribed: str
-) -> None:
-    batch = one_batch(conn, subscribed, 5)
-    nack(conn, batch[1])
-    nack_ids(conn, batch[0].batch_id, [batch[3].msg_id])
-    again = receive(conn, subscribed)
-    assert [m.msg_id for m in again] == [batch[n].msg_id for n in (0, 2, 4)]
-    assert {m.batch_id for m in again} == {batch[0].batch_id}
-    ack(conn, batch[0].batch_id)
-    assert [m.msg_id for m in retried(conn, subscribed)] == [batch[1].msg_id, batch[3].msg_id]
-
-
-def test_a_nack_that_is_rolled_back_did_not_happen(
-    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
-) -> None:
-    batch = one_batch(conn, subscribed, 2)
-    one = transaction()
-    nack(one, batch[0])
-    one.execute("rollback")
-    assert receive(conn, subscribed) == batch
-    assert pump(conn) == 0
-
-
-def test_a_nack_of_many_says_what_became_of_each(conn: Connection, subscribed: str) -> None:
-    batch = one_batch(conn, subscribed, 4)
-    a, b, c, _ = (m.msg_id for m in batch)
-    assert sorted(nack_ids(conn, batch[0].batch_id, [a, b])) == [(a, True, None), (b, True, None)]
-    outcome = {r[0]: (r[1], r[2]) for r in nack_ids(conn, batch[0].batch_id, [b, c, 10**9])}
-    assert outcome[c] == (True, None)
-    assert outcome[b][0] is False and outcome[b][1]
-    assert outcome[10**9][0] is False and outcome[10**9][1]
-    assert outcome[b][1] != outcome[10**9][1]
-    assert nack_ids(conn, batch[0].batch_id, []) == []
-    ack(conn, batch[0].batch_id)
-    assert [m.msg_id for m in retried(conn, subscribed)] == [a, b, c]
-    assert nack_ids(conn, batch[0].batch_id, [a]) == [(a, False, "settled already")]
-
-
-@pytest.mark.parametrize("workers", [False, True])
-def test_ids_that_no_message_can_have_are_answered_for(
-    conn: Connection, subscribed: str, workers: bool
-) -> None:
-    if workers:
-        send(conn, subscribed)
-        tick(conn, subscribed)
-        (message,) = take(conn, subscribed, "w")
-    else:
-        (message,) = one_batch(conn, subscribed)
-    strange = [-(2**63), -1, 0, 2**62, 2**62 + message.msg_id, 2**63 - 1]
-    for ids in ([n] for n in strange):
-        assert nack_ids(conn, message.batch_id, ids) == [(*ids, False, "not in this batch")]
-    assert nack_ids(conn, message.batch_id, strange) == [(n, False, "not in this batch") for n in strange]
-    ack(conn, message.batch_id)
-    assert pump(conn) == 0
-
-
 def test_a_nack_costs_no_more_beside_transactions_that_go_on_sending(
     conn: Connection, connect: Callable[..., Connection], subscribed: str
 ) -> None:
@@ -285,21 +133,6 @@ def test_a_nack_costs_no_more_beside_transactions_that_go_on_sending(
         )
         assert plan["Plan"]["Shared Hit Blocks"] < 120
     assert nack_ids(conn, batch, nacked) == [(id_, False, "settled already") for id_ in nacked]
-
-
-def test_a_nack_of_many_dead_letters_what_has_no_retries_left(conn: Connection, subscribed: str) -> None:
-    configure(conn, subscribed, max_retries=0)
-    batch = one_batch(conn, subscribed, 3)
-    nack_ids(conn, batch[0].batch_id, [m.msg_id for m in batch[:2]], reason="broken")
-    ack(conn, batch[0].batch_id)
-    assert sorted(dead(conn, subscribed)) == [m.msg_id for m in batch[:2]]
-    assert retried(conn, subscribed) == []
-
-
-@pytest.mark.parametrize("after", ["-1 second", "-1 month"])
-def test_a_negative_delay_is_refused(conn: Connection, subscribed: str, after: str) -> None:
-    (message,) = one_batch(conn, subscribed)
-    refused("PQ005", nack, conn, message, after)
 
 
 def test_event_retry_is_idempotent_and_knows_no_limit(conn: Connection, subscribed: str) -> None:
@@ -372,20 +205,6 @@ def test_the_first_pump_after_a_dump_was_loaded_brings_all_that_was_not_finished
     assert drain(own, "q") == sent
 
 
-def test_two_pumps_at_once_move_each_retry_once(
-    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
-) -> None:
-    batch = one_batch(conn, subscribed, 5)
-    nack_ids(conn, batch[0].batch_id, [m.msg_id for m in batch])
-    ack(conn, batch[0].batch_id)
-    one = transaction()
-    assert pump(one) == 5
-    assert pump(conn) == 0
-    one.execute("commit")
-    tick(conn, subscribed)
-    assert drain(conn, subscribed) == [m.msg_id for m in batch]
-
-
 def bury(conn: Connection, queue: str, count: int = 1) -> list[int]:
     """Make dead letters; return their dl_ids."""
     configure(conn, queue, max_retries=0)
@@ -410,24 +229,6 @@ def test_a_requeued_dead_letter_goes_to_its_consumer_with_its_id_and_a_clean_cou
     nack(conn, again)
     ack(conn, again.batch_id)
     assert dead(conn, subscribed) == [msg_id]
-
-
-def test_of_two_sessions_that_requeue_one_dead_letter_one_succeeds(
-    conn: Connection,
-    subscribed: str,
-    transaction: Callable[..., Connection],
-    background: Callable[..., Any],
-    wait_for_lock: Callable[..., None],
-) -> None:
-    (dl_id,) = bury(conn, subscribed)
-    one = transaction()
-    value(one, "select pgque.dlq_requeue(%s)", dl_id)
-    other = background(lambda c: value(c, "select pgque.dlq_requeue(%s)", dl_id))
-    wait_for_lock(other.pid)
-    one.execute("commit")
-    error = refused("PQ008", other.result)
-    assert str(dl_id) in str(error)
-    assert len(retried(conn, subscribed)) == 1
 
 
 def test_requeueing_all_takes_the_oldest_first(conn: Connection, subscribed: str) -> None:

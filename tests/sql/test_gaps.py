@@ -197,9 +197,9 @@ def test_the_loop_asks_for_a_rotation_at_each_thousandth_tick(ticked: Ticked) ->
             value(conn, "select pg_total_relation_size(%s::regclass) > 400000", leaf(conn, "q", kind="tick"))
         ),
     )
-    look = (
+    look = (  # as if the last tick was long ago, so that no gap is left
         "select l.ticked from pgque._queues_due(pgque._ticked_queues(), '{}', '100 milliseconds') s,"
-        " unnest(s.looks) k, pgque._look_at(k) l"
+        " unnest(s.looks) k, pgque._look_at(row(k.queue_id, k.event_seq, k.tick_seq, '-infinity', k.settled, k.ticked)) l"
     )
     table = leaf(conn, "q", kind="tick")
     for _ in range(1_000):

@@ -39,10 +39,12 @@ class Loop:
     def look(self) -> int:
         """Look once, as in one transaction of the loop; return how many queues were looked at."""
         with self.conn.transaction():
-            # Without a gap: a queue would be looked at again as soon as that has passed.
+            # As if the gap had passed: without it a queue is looked at a little later.
             looks = value(
                 self.conn,
-                "select (pgque._queues_due(pgque._ticked_queues(), %s::pgque.look[], '0')).looks::text",
+                "select (pgque._queues_due(pgque._ticked_queues(), array(select row(k.queue_id, k.event_seq, k.tick_seq,"
+                " k.tick_time - case when k.settled is null then '0' else interval '20 milliseconds' end, k.settled, k.ticked)"
+                "::pgque.look from unnest(%s::pgque.look[]) k), '0')).looks::text",
                 self.known,
             )
             looks = value(
@@ -244,6 +246,25 @@ def test_max_lag_is_waited_for(quiet: Connection, loop: Loop) -> None:
     loop.settle()
 
 
+def test_a_tick_gap_above_the_tick_period_is_kept(
+    quiet: Connection, background: Callable[..., Any], connect: Callable[..., Connection]
+) -> None:
+    configure(quiet, "q", tick_gap="30 seconds")
+    first = send(quiet, "q")
+    quiet.execute("call pgque.ticker_loop('300 milliseconds')")
+    assert drain(quiet, "q") == []  # a loop that begins heeds the tick of another
+    move_clock(quiet, "31 seconds")
+    loop = background(
+        lambda c: c.execute("call pgque.ticker_loop('1500 milliseconds')"), connect(quiet.info.dsn)
+    )
+    while not (found := drain(quiet, "q")):
+        assert not loop.done
+    send(quiet, "q")
+    loop.result()
+    assert (found, drain(quiet, "q")) == ([first], [])
+    assert value(quiet, "select pgque.ticker()") == 1  # the gap is the loop's
+
+
 def test_idle_ticks_are_made_when_they_are_due(quiet: Connection, loop: Loop) -> None:
     last = "select last_tick_id from pgque.get_queue_info('q')"
     before = value(quiet, last)
@@ -282,6 +303,28 @@ def test_a_queue_that_is_locked_holds_up_no_other(
     other.rollback()
     loop.settle()
     assert drain(quiet, "locked") == [waits]
+
+
+def test_ticks_go_on_while_a_table_of_all_queues_is_locked(
+    quiet: Connection,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+) -> None:
+    """VACUUM FULL and the like hold such locks."""
+    other = transaction("read committed", quiet.info.dsn)
+    other.execute(
+        "lock table pgque.retry_queue, pgque.config, pgque.subscriber, pgque.queue_option in access exclusive mode"
+    )
+    loop = background(lambda c: c.execute("call pgque.ticker_loop('4 seconds')"), connect(quiet.info.dsn))
+    for _ in range(2):
+        _, last = ends(quiet)
+        send(quiet, "q")
+        while ends(quiet)[1] == last:
+            assert not loop.done
+    other.rollback()
+    value(quiet, "select pgque.stop()")
+    loop.result()
 
 
 def test_a_queue_whose_tables_are_locked_is_looked_at_once_a_second(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
 import psycopg
 import pytest
@@ -21,6 +19,7 @@ from sql.helpers import (
     receive,
     refused,
     rotate,
+    rows,
     send,
     send_many,
     slices,
@@ -28,28 +27,6 @@ from sql.helpers import (
     tick,
     value,
 )
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 100])
-def test_slices_of_any_size_deliver_everything_once_in_order(
-    conn: Connection, subscribed: str, size: int
-) -> None:
-    sent = send_many(conn, subscribed, 130)
-    tick(conn, subscribed)
-    sent += [send(conn, subscribed) for _ in range(20)]
-    tick(conn, subscribed)
-    assert drain(conn, subscribed, count=size) == sent
-
-
-def test_a_slice_is_all_that_an_ack_finishes(conn: Connection, subscribed: str) -> None:
-    sent = send_many(conn, subscribed, 5)
-    tick(conn, subscribed)
-    first = receive(conn, subscribed, count=2)
-    assert [m.msg_id for m in first] == sent[:2]
-    assert ack(conn, first[0].batch_id) == 1
-    second = receive(conn, subscribed, count=100)
-    assert [m.msg_id for m in second] == sent[2:]
-    assert second[0].batch_id != first[0].batch_id
 
 
 def test_an_open_batch_comes_again_with_its_id_and_messages_whatever_max_return_says(
@@ -63,66 +40,6 @@ def test_an_open_batch_comes_again_with_its_id_and_messages_whatever_max_return_
     for count in (1, 4, 1000):
         again = receive(conn, subscribed, count=count)
         assert [(m.batch_id, m.msg_id) for m in again] == [(m.batch_id, m.msg_id) for m in first]
-
-
-def test_two_sessions_that_receive_at_once_get_the_same_batch_one_after_the_other(
-    conn: Connection,
-    subscribed: str,
-    transaction: Callable[..., Connection],
-    background: Callable[..., Any],
-    wait_for_lock: Callable[..., None],
-) -> None:
-    sent = send_many(conn, subscribed, 10)
-    tick(conn, subscribed)
-    one = transaction()
-    first = receive(one, subscribed, count=3)
-    other = background(lambda c: receive(c, subscribed, count=3))
-    wait_for_lock(other.pid)
-    one.execute("commit")
-    assert [(m.batch_id, m.msg_id) for m in other.result()] == [(m.batch_id, m.msg_id) for m in first]
-    assert [m.msg_id for m in first] == sent[:3]
-
-
-def test_of_two_sessions_that_ack_one_batch_at_once_one_gets_1_and_one_gets_0(
-    conn: Connection,
-    subscribed: str,
-    transaction: Callable[..., Connection],
-    background: Callable[..., Any],
-    wait_for_lock: Callable[..., None],
-) -> None:
-    sent = send_many(conn, subscribed, 4)
-    tick(conn, subscribed)
-    batch = receive(conn, subscribed, count=2)[0].batch_id
-    one = transaction()
-    assert ack(one, batch) == 1
-    other = background(lambda c: ack(c, batch))
-    wait_for_lock(other.pid)
-    one.execute("commit")
-    assert other.result() == 0
-    assert drain(conn, subscribed) == sent[2:]
-
-
-def test_a_rolled_back_ack_leaves_the_batch_open(
-    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
-) -> None:
-    send_many(conn, subscribed, 3)
-    tick(conn, subscribed)
-    first = receive(conn, subscribed)
-    one = transaction()
-    assert ack(one, first[0].batch_id) == 1
-    one.execute("rollback")
-    assert receive(conn, subscribed) == first
-
-
-def test_receive_and_ack_in_one_rolled_back_transaction_change_nothing(
-    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
-) -> None:
-    sent = send_many(conn, subscribed, 6)
-    tick(conn, subscribed)
-    one = transaction()
-    assert len(drain(one, subscribed, count=2)) == 6
-    one.execute("rollback")
-    assert drain(conn, subscribed, count=4) == sent
 
 
 def test_nothing_to_receive_is_no_batch(conn: Connection, subscribed: str) -> None:
@@ -141,38 +58,55 @@ def test_empty_windows_are_skipped_within_one_call(conn: Connection, subscribed:
     assert [m.msg_id for m in receive(conn, subscribed)] == sent
 
 
-@pytest.mark.parametrize("count", [0, -1, None])
-def test_max_return_below_one_is_refused(conn: Connection, subscribed: str, count: int | None) -> None:
-    error = refused("PQ005", receive, conn, subscribed, "c", count)
-    assert subscribed in str(error)
+SIZES = [400, 400, 400, 5000, 100, 900, 1, 1]
+BATCHES = [[400, 400], [400], [5000], [100, 900], [1, 1]]
 
 
-def test_a_message_carries_what_was_sent(conn: Connection, subscribed: str) -> None:
-    msg_id = value(
-        conn,
-        "select pgque.insert_event(%s, 'kind', 'data', 'one', 'two', 'three', 'four')",
-        subscribed,
-    )
-    tick(conn, subscribed)
-    (message,) = receive(conn, subscribed)
-    assert (message.msg_id, message.type, message.payload, message.retry_count) == (msg_id, "kind", "data", 0)
-    assert (message.extra1, message.extra2, message.extra3, message.extra4) == (
-        "one",
-        "two",
-        "three",
-        "four",
-    )
-    assert message.queue == subscribed
-    assert message.receive_count == 1
-    assert abs((message.created_at - value(conn, "select now()")).total_seconds()) < 60
+@pytest.mark.parametrize("kind", ["text", "bytes", "big window", "ttl", "key", "keyed order", "retry"])
+@pytest.mark.parametrize("call", ["receive(%s, 'c', 100, max_bytes => 1000)", "receive_coop(%s, 'c', 'w', max_bytes => 1000)",
+    "receive(%s, 'c', 2000, worker => 'w', max_bytes => 1000)"])  # fmt: skip
+def test_a_batch_ends_before_max_bytes_and_has_at_least_one_message(
+    conn: Connection, queue: str, kind: str, call: str
+) -> None:
+    if "coop" in call:
+        value(conn, "select pgque.register_subconsumer(%s, 'c', 'w')", queue)
+    else:
+        pool = "worker" in call
+        value(
+            conn,
+            f"select pgque.subscribe(%s, 'c'{', keyed_order => true' * (pool and kind == 'keyed order')})",
+            queue,
+        )
+    body = "convert_to(repeat('x', %s), 'UTF8')" if kind == "bytes" else "repeat('x', %s)"
+    more = {
+        "ttl": ", ttl => '1 hour'",
+        "key": ", key => g::text",
+        "keyed order": ", partition_key => g::text",
+    }.get(kind, "")
+    for number, size in enumerate(SIZES):
+        sent = f"select pgque.send(%s, 't', {body}{more.replace('g::text', repr(str(number)))})"
+        value(conn, sent, queue, size)
+    if kind == "big window":
+        send_many(conn, queue, 20_000)
+    tick(conn, queue)
+    if kind == "retry":
+        taken = rows(conn, f"select batch_id, msg_id from pgque.{call.replace('1000', '100000')}", queue)
+        ids = [msg_id for _, msg_id in taken]
+        assert rows(conn, "select bool_and(ok) from pgque.nack(%s, %s, '0')", taken[0][0], ids) == [(True,)]
+        ack(conn, taken[0][0])
+    found: list[list[int]] = []
+    while batch := rows(
+        conn, f"select batch_id, coalesce(length(payload), length(payload_bytes)) from pgque.{call}", queue
+    ):
+        found.append([size for _, size in batch])
+        assert ack(conn, batch[0][0]) == 1
+        if len(found) == len(BATCHES):
+            break
+    assert found[:4] == BATCHES[:4] and found[4][:2] == BATCHES[4]
 
 
-def test_every_consumer_sees_every_message(conn: Connection, subscribed: str) -> None:
-    subscribe(conn, subscribed, "other")
-    sent = send_many(conn, subscribed, 20)
-    tick(conn, subscribed)
-    assert drain(conn, subscribed, count=7) == sent
-    assert drain(conn, subscribed, "other", count=3) == sent
+def test_max_bytes_below_one_is_refused(conn: Connection, subscribed: str) -> None:
+    refused("PQ005", rows, conn, "select * from pgque.receive(%s, 'c', max_bytes => 0)", subscribed)
 
 
 def test_events_of_interleaved_transactions_are_all_delivered_once(
@@ -231,63 +165,17 @@ def test_send_tick_and_receive_in_one_transaction_lose_nothing(
     assert drain(conn, subscribed) == sent
 
 
-def test_a_batch_whose_every_message_was_nacked_does_not_block_its_consumer(
-    conn: Connection, subscribed: str
-) -> None:
-    sent = send_many(conn, subscribed, 2)
-    tick(conn, subscribed)
-    batch = receive(conn, subscribed)
-    assert [m.msg_id for m in batch] == sent
-    nack_ids(conn, batch[0].batch_id, sent, after="1 hour")
-    later = send(conn, subscribed)
-    tick(conn, subscribed)
-    assert drain(conn, subscribed) == [later]
-
-
-def test_an_ack_of_null_or_of_nonsense_is_0(conn: Connection, subscribed: str) -> None:
-    for batch in (None, 0, -1, 17, 2**62):
-        assert value(conn, "select pgque.ack(%s::bigint)", batch) == 0
-
-
-def big_window(
-    conn: Connection, connect: Callable[..., Connection], queue: str, count: int, size: int
+@pytest.mark.slow  # 200,000 messages
+def test_a_window_of_200000_messages_is_delivered_in_slices_in_order(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
 ) -> None:
     producer = connect(autocommit=False)
-    ids: list[int] = []
-    for _ in range(count // 50_000):
-        ids += send_many(producer, queue, 50_000)
+    sent: list[int] = []
+    for _ in range(4):
+        sent += send_many(producer, subscribed, 50_000)
     producer.commit()
-    tick(conn, queue)
-    seen = 0
-    last = 0
-    times = []
-    started = time.monotonic()
-    for batch in slices(conn, queue, count=size):
-        ids_here = [m.msg_id for m in batch]
-        assert ids_here == sorted(ids_here)
-        assert ids_here[0] > last
-        last = ids_here[-1]
-        seen += len(batch)
-        if seen % (count // 10) < size:
-            times.append(time.monotonic() - started)
-    assert seen == count
-    # The second half takes as long as the first, give or take the noise of a shared machine.
-    half = times[len(times) // 2 - 1]
-    assert times[-1] - half < 2.5 * half + 1
-
-
-@pytest.mark.slow
-def test_a_window_of_200000_events_is_delivered_in_slices_in_linear_time(
-    conn: Connection, connect: Callable[..., Connection], subscribed: str
-) -> None:
-    big_window(conn, connect, subscribed, 200_000, 500)
-
-
-@pytest.mark.slow
-def test_a_window_of_1000000_events_is_delivered_in_slices_in_linear_time(
-    conn: Connection, connect: Callable[..., Connection], subscribed: str
-) -> None:
-    big_window(conn, connect, subscribed, 1_000_000, 500)
+    tick(conn, subscribed)
+    assert drain(conn, subscribed, count=500) == sent
 
 
 def test_a_big_window_with_holes_and_later_commits_is_delivered_whole(
@@ -370,18 +258,6 @@ def test_receive_stops_at_a_dropped_connection_without_losing_its_batch(
     with pytest.raises(psycopg.OperationalError):
         victim.execute("select 1")
     assert drain(conn, subscribed) == sent
-
-
-def test_a_receive_finishes_a_batch_also_if_nothing_comes_next(conn: Connection, subscribed: str) -> None:
-    sent = send_many(conn, subscribed, 3)
-    tick(conn, subscribed)
-    first = receive(conn, subscribed, count=2)
-    last = receive(conn, subscribed, count=2, ack_batch=first[0].batch_id)
-    assert [m.msg_id for m in [*first, *last]] == sent
-    assert receive(conn, subscribed, ack_batch=first[0].batch_id) == last
-    assert receive(conn, subscribed, ack_batch=last[0].batch_id) == []
-    assert ack(conn, last[0].batch_id) == 0
-    assert receive(conn, subscribed) == []
 
 
 def test_a_receive_that_finishes_a_batch_archives_it_where_acks_do(conn: Connection, subscribed: str) -> None:

@@ -68,6 +68,7 @@ def fill(conn: Connection) -> None:
         tick(conn, queue)
         (message,) = receive(conn, queue)
         assert ack(conn, message.batch_id) == 1
+    value(conn, "select pgque.maint_tables()")
     assert value(conn, "select count(*) from pg_inherits where inhparent = 'pgque.archive'::regclass") >= 2
 
 

@@ -57,6 +57,22 @@ def test_a_forced_tick_is_made_without_a_reason(conn: Connection, subscribed: st
     assert tick(conn, subscribed) == last + 2
 
 
+def test_a_tick_that_an_old_snapshot_asks_for_hides_no_message(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    old = transaction("repeatable read")
+    first = send(conn, subscribed)
+    tick(conn, subscribed)
+    assert drain(conn, subscribed) == [first]
+    second = send(conn, subscribed)
+    last = tick(conn, subscribed)
+    assert last is not None
+    assert value(old, "select pgque.force_next_tick(%s)", subscribed) < last
+    old.execute("commit")
+    assert drain(conn, subscribed) == [second]
+    assert tick(conn, subscribed) == last + 1
+
+
 def test_an_idle_queue_ticks_once_an_idle_period(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     assert tick(own, "q") is None

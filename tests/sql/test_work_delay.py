@@ -26,6 +26,7 @@ from sql.helpers import (
     queue_bytes,
     receive,
     refused,
+    release,
     rows,
     send,
     send_many,
@@ -411,12 +412,34 @@ def test_what_a_consumer_that_never_comes_back_lacks_is_dropped_or_buried_and_it
     assert ids(work_off(pool, "q") if pooled else receive(pool, "q"))[-2:] == later
 
 
-def test_messages_that_wait_for_a_retry_are_not_kept_beyond_retention(pool: Connection) -> None:
+@pytest.mark.parametrize("how", ["nack", "release", "plain nack", "plain batch"])
+def test_a_message_with_a_delay_beyond_retention_keeps_its_retries(pool: Connection, how: str) -> None:
+    configure(pool, "q", retention_period="1 day", drop_policy="drop")
+    sent = post(pool, "q", delay="2 days")
+    move_clock(pool, "49 hours")
+    settle(pool, "q")
+    (message,) = receive(pool, "q") if how.startswith("plain") else take(pool, "q")
+    if how == "release":
+        release(pool, message.batch_id)
+    else:
+        nack(pool, message)
+    if how.startswith("plain"):
+        ack(pool, message.batch_id)
+    if how == "plain batch":
+        assert ids(receive(pool, "q")) == [sent]
+    value(pool, "select pgque.maint()")
+    assert ids(receive(pool, "q") if how.startswith("plain") else take(pool, "q")) == [sent]
+
+
+def test_messages_are_given_up_a_retention_period_after_their_retry_was_due(pool: Connection) -> None:
     configure(pool, "q", retention_period="1 day")
     (sent,) = offer(pool, "q", 1)
     (message,) = take(pool, "q")
     nack(pool, message, "10 days", "later")
-    move_clock(pool, "3 days")
+    move_clock(pool, "10 days 23 hours")
+    value(pool, "select pgque.maint()")
+    assert dead_letters(pool, "q") == {}
+    move_clock(pool, "12 days")
     forced_tick(pool, "q")
     for _ in range(2):
         value(pool, "select pgque.maint()")

@@ -13,8 +13,12 @@ from sql.helpers import Connection, ack, ids, nack_ids, offer, outcome, receive,
 COUNT = 60
 # From its sixth call on a session may use a plan that does not know the values.
 CALLS = 8
+# A subquery is hashed only up to work_mem: a little of it stands for many messages.
+MEMORY = "64kB"
+MANY = 3000
 # An array that each row is compared with, element by element.
 COMPARES = re.compile(r"Filter: .*(= ANY \((?!'\{)|<> ALL \()")
+READ = re.compile(r"actual time=\S+ rows=([0-9]+)(?:\.\d+)? loops=([0-9]+)")
 REMOVED = re.compile(r"Rows Removed by (?:Join )?Filter: (\d+)")
 
 
@@ -88,3 +92,45 @@ def test_no_message_of_a_batch_is_compared_with_all_the_others(
         assert [plan for plan in plans if COMPARES.search(plan)] == []
         removed = [int(count) for plan in plans for count in REMOVED.findall(plan)]
         assert max(removed, default=0) <= 10 * COUNT
+
+
+@pytest.mark.parametrize("call", ["ack", "nack", "dead", "archive"])
+def test_ids_beyond_work_mem_are_not_compared_with_each_other(
+    planned: tuple[Connection, list[str]], call: str
+) -> None:
+    conn, plans = planned
+    value(conn, "select pgque.create_queue('q')")
+    subscribe(conn, "q")
+    offer(conn, "q", MANY)
+    batch = take(conn, "q", count=MANY)
+    conn.execute(f"set work_mem = '{MEMORY}'".encode())
+    conn.execute(b"set hash_mem_multiplier = 1")
+    for sent in (ids(batch)[::2], ids(batch)[::-1]):
+        plans.clear()
+        found = rows(conn, f"select ok, reason from pgque.{call}(%s, %s::bigint[])", batch[0].batch_id, sent)
+        assert sum(ok for ok, _ in found) == MANY // 2
+        read = sum(int(count) * int(loops) for plan in plans for count, loops in READ.findall(plan))
+        assert MANY < read < 50 * MANY
+
+
+def test_the_first_message_of_a_key_is_found_without_reading_all_that_wait_behind_it(
+    planned: tuple[Connection, list[str]],
+) -> None:
+    conn, plans = planned
+    value(conn, "select pgque.create_queue('q')")
+    value(conn, "select pgque.subscribe('q', 'c', 'latest', keyed_order => true)")
+    keys = f"array_fill('a'::text, array[{MANY}])"
+    value(conn, f"select pgque.send_batch('q', 't', {keys}, partition_keys => {keys})")
+    value(conn, "select pgque.ticker('q')")
+    first = take(conn, "q", count=1)
+    assert take(conn, "q") == []  # the others wait for it in the retry queue
+    conn.execute(b"vacuum analyze pgque.retry_queue")
+    for _ in range(2):
+        assert ack(conn, first[0].batch_id) == 1
+        plans.clear()
+        first = take(conn, "q", count=1)
+        assert len(first) == 1
+        removed = [int(count) for plan in plans for count in REMOVED.findall(plan)]
+        assert sum(removed) < MANY / 10
+        read = sum(int(count) * int(loops) for plan in plans for count, loops in READ.findall(plan))
+        assert 0 < read < 3 * MANY

@@ -152,6 +152,58 @@ def test_the_archive_is_listed_since_a_time_and_purged_by_leaves(pool: Connectio
     assert len(rows(pool, recent)) == 6
 
 
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
+def test_the_first_archivers_of_a_day_do_not_wait_for_each_other(
+    pool: Connection, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    value(pool, "select pgque.create_queue('r')")
+    for name, consumer in (("q", "d"), ("r", "c")):
+        subscribe(pool, name, consumer)
+    sent = offer(pool, "q")[0], offer(pool, "r")[0]
+    batches = [
+        receive(pool, name, consumer)[0].batch_id for name, consumer in (("q", "c"), ("q", "d"), ("r", "c"))
+    ]
+    archivers = [transaction(isolation, pool.info.dsn) for _ in batches]
+    for archiver, batch in zip(archivers, batches, strict=True):
+        archiver.execute("set local lock_timeout = '5s'")
+        assert len(rows(archiver, "select * from pgque.archive(%s)", batch)) == 1
+    for archiver in archivers:
+        archiver.commit()
+    for _ in range(2):  # maintenance moves them into leaves of their own
+        found = rows(
+            pool,
+            "select a.archive_id, a.consumer_name, a.msg_id"
+            " from pgque.archive_list('q', null, '2020-01-01Z', now() + interval '1 s') a",
+        )
+        assert {f[1:] for f in found} == {("c", sent[0]), ("d", sent[0])}
+        assert [s for _, s in rows(pool, LISTED)] == ["archived", "archived"]
+        assert value(pool, "select pgque.archive_replay(%s)", found[0][0]) > 0
+        tick(pool, "q")
+        for consumer in "cd":
+            ack(pool, receive(pool, "q", consumer)[0].batch_id)
+        value(pool, "select pgque.maint_tables()")
+    assert value(pool, "select pg_relation_size('pgque.archive_0')") == 0
+    (late,) = offer(pool, "r")
+    rows(pool, "select pgque.archive(%s)", receive(pool, "r")[0].batch_id)
+    assert value(pool, "select pgque.archive_purge('q', now() + interval '2 days')") == 1
+    assert rows(pool, ARCHIVE, "q") == []
+    assert [f[2] for f in rows(pool, ARCHIVE, "r")] == [sent[1], late]
+
+
+def test_what_waits_for_its_leaf_of_the_archive_is_purged_too(pool: Connection) -> None:
+    value(pool, "select pgque.create_queue('r')")
+    for name in "qr":
+        subscribe(pool, name, "d")
+        offer(pool, name)
+        rows(pool, "select pgque.archive(%s)", receive(pool, name, "d")[0].batch_id)
+    assert value(pool, "select pgque.archive_purge('q', now() - interval '1 day')") == 0
+    assert value(pool, "select pgque.archive_purge('q', now() + interval '2 days')") == 1
+    assert rows(pool, ARCHIVE, "q") == []
+    assert len(rows(pool, ARCHIVE, "r")) == 1
+    assert value(pool, "select pgque.drop_queue('r', true)") == 1
+    assert value(pool, "select count(*) from pgque.archive") == 0
+
+
 def test_purging_the_archive_of_one_queue_keeps_anothers(pool: Connection) -> None:
     value(pool, "select pgque.create_queue('r')")
     subscribe(pool, "r")
@@ -349,10 +401,14 @@ def test_a_purge_or_drop_of_an_archive_keeps_no_other_queue_waiting(
         value(own, "select pgque.create_queue(%s)", name)
         subscribe(own, name)
         configure(own, name, archive_on_ack="true")
+        value(own, "select pgque.maint_tables()")
         offer(own, name)
         ack(own, receive(own, name)[0].batch_id)
-    leaves = "select count(*) from pg_inherits as i where i.inhparent = 'pgque.archive'::regclass"
-    assert value(own, leaves) == 3
+    leaves = (
+        "select count(*) from pg_inherits as i"
+        " where i.inhparent = 'pgque.archive'::regclass and i.inhrelid <> 'pgque.archive_0'::regclass"
+    )
+    assert value(own, leaves) == 6  # of today and of tomorrow
     reader, admin = transaction(dsn=own_dsn), transaction(dsn=own_dsn)
     offer(own, "a", 2)
     ack(reader, receive(reader, "a", count=1)[0].batch_id)
@@ -369,10 +425,10 @@ def test_a_purge_or_drop_of_an_archive_keeps_no_other_queue_waiting(
     assert value(own, "select count(*) from pgque.archive_list('a')") == 3
     # Only the one whose queue is gone: in the others something may still be archived.
     value(own, "select pgque.maint_tables()")
-    assert value(own, leaves) == 2
+    assert value(own, leaves) == 4
     move_clock(own, "3 days")
     value(own, "select pgque.maint_tables()")
-    assert value(own, leaves) == 1
+    assert value(own, leaves) == 5  # besides those of two days, the one with messages
 
 
 def test_a_replay_locks_no_leaf_but_that_of_its_message(own: Connection) -> None:

@@ -210,6 +210,56 @@ def test_who_takes_a_piece_of_what_lapsed_keeps_nobody_from_speaking_about_the_r
     assert set(dead_letters(pool, "q")) == set(sent[2:])
 
 
+def test_a_message_that_kills_its_worker_dies_without_those_that_were_delivered_beside_it(
+    pool: Connection,
+) -> None:
+    configure(pool, "q", max_receive_attempts=3)
+    poison, good = offer(pool, "q", 2)
+    for hour in (1, 2):  # the process that holds both dies
+        assert [ids(take(pool, "q", "w1", 1)) for _ in range(3)] == [[poison], [good], []]
+        move_clock(pool, f"{hour} hours")
+    assert ids(take(pool, "q", "w1")) == [poison]
+    (new,) = offer(pool, "q", 1)
+    assert take(pool, "q", "w1") == []  # neither the other one nor a new one
+    (alone,) = take(pool, "q", "w2")
+    assert (alone.msg_id, alone.receive_count) == (good, 3)
+    assert ack(pool, alone.batch_id) == 1
+    assert ids(take(pool, "q", "w2")) == [new]
+    move_clock(pool, "3 hours")
+    assert ids(take(pool, "q", "w1")) == [new]
+    assert set(dead_letters(pool, "q")) == {poison}
+
+
+@pytest.mark.parametrize("busy_for_ever", [False, True])
+def test_a_worker_finishes_what_it_holds_before_it_gets_what_may_be_poison(
+    pool: Connection, busy_for_ever: bool
+) -> None:
+    configure(pool, "q", max_receive_attempts=2)
+    lost, held = offer(pool, "q", 2)
+    assert ids(take(pool, "q", "w1", 1)) == [lost]
+    (holding,) = take(pool, "q", "w1", 1, "1 day")
+    assert holding.msg_id == held
+    move_clock(pool, "31 seconds")
+    assert take(pool, "q", "w1") == []
+    if busy_for_ever:  # processes that share a name: one of them gets it after a visibility timeout
+        move_clock(pool, "62 seconds")
+    else:
+        assert ack(pool, holding.batch_id) == 1
+    assert ids(take(pool, "q", "w1")) == [lost]
+
+
+def test_messages_that_were_only_rejected_are_delivered_together_at_their_last_attempt(
+    pool: Connection,
+) -> None:
+    configure(pool, "q", max_receive_attempts=3)
+    sent = offer(pool, "q", 3)
+    for _ in range(2):
+        nack_ids(pool, take(pool, "q")[0].batch_id, sent, "0 s", "not yet")
+    assert ids(take(pool, "q")) == sent
+    later = offer(pool, "q", 1)
+    assert ids(take(pool, "q")) == later
+
+
 def test_what_was_acked_before_the_lapse_stays_acked_for_the_old_holder(pool: Connection) -> None:
     sent = offer(pool, "q", 2)
     old = take(pool, "q", "w1")[0].batch_id

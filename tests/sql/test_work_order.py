@@ -84,6 +84,41 @@ def test_keys_are_handed_out_in_parallel_past_a_long_line(lanes: Connection) -> 
     assert ids(take(lanes, "q", "w4", 5)) == later
 
 
+def backlog(conn: Connection, kind: str, count: int) -> int:
+    """Lease a message of key a, send count messages that cannot be delivered now, and then one that can be."""
+    line_up(conn, "a")
+    assert len(take(conn, "q", "w1", 1, "1 day")) == 1
+    options = {
+        "busy": "partition_keys => array_fill('a'::text, array[n])",
+        "expired": "ttls => array_fill(interval '1 ms', array[n])",
+    }
+    sent = "select cardinality(pgque.send_batch('q', 't', array_fill('x'::text, array[n]), {})) from (values (%s)) as v (n)"
+    assert value(conn, sent.format(options[kind]), count) == count
+    move_clock(conn, "1 minute")
+    return line_up(conn, "b")[0]
+
+
+@pytest.mark.parametrize("kind", ["busy", "expired"])
+def test_an_empty_answer_means_that_nothing_can_be_received(lanes: Connection, kind: str) -> None:
+    free = backlog(lanes, kind, 11_000)
+    assert ids(take(lanes, "q", "w2", timeout="1 day")) == [free]
+    assert take(lanes, "q", "w2") == []
+
+
+def test_a_statement_timeout_does_not_keep_a_call_from_getting_past_a_backlog(lanes: Connection) -> None:
+    free = backlog(lanes, "busy", 4_000)
+    # The limit of the statement that sets it does not run yet.
+    call = (
+        "select r.msg_id from (select set_config('statement_timeout', '1ms', true) as c offset 0) as s"
+        " cross join lateral pgque.receive('q', 'c', 10, worker => 'w2') as r where s.c <> ''"
+    )
+    answers: list[list[int]] = []
+    while not answers or (answers[-1] == [] and len(answers) < 10):
+        answers.append([found[0] for found in lanes.execute(call.encode()).fetchall()])
+    assert answers == [[]] * (len(answers) - 1) + [[free]]
+    assert 2 <= len(answers) <= 5
+
+
 def test_what_has_no_key_comes_again_past_a_long_line(lanes: Connection) -> None:
     line = "select count(pgque.send('q', 'default', 'a'::text, partition_key => 'a')) from generate_series(1, 1500)"
     assert value(lanes, line) == 1500

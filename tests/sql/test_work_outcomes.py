@@ -16,7 +16,6 @@ from sql.helpers import (
     ids,
     move_clock,
     nack,
-    nack_ids,
     offer,
     outcome,
     post,
@@ -25,7 +24,6 @@ from sql.helpers import (
     refused,
     release,
     rows,
-    set_visibility,
     settle,
     subscribe,
     take,
@@ -33,56 +31,6 @@ from sql.helpers import (
     value,
     work_off,
 )
-
-
-@pytest.mark.parametrize("plain", [True, False])
-def test_each_message_of_a_batch_has_an_outcome_of_its_own(
-    conn: Connection, subscribed: str, plain: bool
-) -> None:
-    sent = offer(conn, subscribed, 6)
-    batch = receive(conn, subscribed) if plain else take(conn, subscribed)
-    token = batch[0].batch_id
-    assert outcome(conn, "ack", token, sent[:2]) == dict.fromkeys(sent[:2])
-    assert {r[0]: r[1] for r in nack_ids(conn, token, sent[2:3], "0", "again")} == {sent[2]: True}
-    assert outcome(conn, "dead", token, sent[3:4], "broken") == {sent[3]: None}
-    assert outcome(conn, "archive", token, sent[4:5]) == {sent[4]: None}
-    for call in ("ack", "dead", "archive"):
-        assert outcome(conn, call, token, [*sent[:5], 10**9]) == {
-            **dict.fromkeys(sent[:5], "settled already"),
-            10**9: "not in this batch",
-        }
-    assert ack(conn, token) == 1
-    settle(conn, subscribed)
-    again = receive(conn, subscribed) if plain else take(conn, subscribed)
-    assert [(m.msg_id, m.last_error, m.receive_count, m.retry_count) for m in again] == [
-        (sent[2], "again", 2, 1)
-    ]
-    assert dead_letters(conn, subscribed) == {sent[3]: "broken"}
-    archived = rows(conn, "select a.msg_id from pgque.archive_list(%s) as a", subscribed)
-    assert archived == [(sent[4],)]
-    assert outcome(conn, "ack", token, sent[5:]) == {sent[5]: "batch not open"}
-
-
-@pytest.mark.parametrize("plain", [True, False])
-def test_a_plain_consumers_batch_and_a_workers_are_finished_by_their_last_message(
-    conn: Connection, subscribed: str, plain: bool
-) -> None:
-    sent = offer(conn, subscribed, 2)
-    batch = receive(conn, subscribed) if plain else take(conn, subscribed)
-    outcome(conn, "ack", batch[0].batch_id, sent[:1])
-    outcome(conn, "ack", batch[0].batch_id, sent[1:])
-    later = offer(conn, subscribed, 1)
-    again = receive(conn, subscribed) if plain else take(conn, subscribed)
-    assert ids(again) == later
-
-
-def test_unacked_messages_alone_come_back_to_a_plain_consumer(conn: Connection, subscribed: str) -> None:
-    sent = offer(conn, subscribed, 5)
-    token = receive(conn, subscribed)[0].batch_id
-    outcome(conn, "ack", token, [sent[1], sent[4]])
-    again = receive(conn, subscribed)
-    assert ids(again) == [sent[0], sent[2], sent[3]]
-    assert {m.batch_id for m in again} == {token}
 
 
 def test_an_outcome_of_nothing_is_nothing(conn: Connection, subscribed: str) -> None:
@@ -93,54 +41,6 @@ def test_an_outcome_of_nothing_is_nothing(conn: Connection, subscribed: str) -> 
     assert release(conn, token, []) == 0
     twice = rows(conn, "select ok from pgque.ack(%s, %s::bigint[])", token, sent * 2)
     assert (True,) in twice
-
-
-@pytest.mark.parametrize("batch_id", [0, -1, 1, 10**15, 2**62])
-def test_a_batch_that_never_was_is_reported_and_not_raised(
-    conn: Connection, subscribed: str, batch_id: int
-) -> None:
-    sent = offer(conn, subscribed, 1)
-    take(conn, subscribed)
-    assert ack(conn, batch_id) == 0
-    assert extend(conn, batch_id, "1 minute") == 0
-    assert set_visibility(conn, batch_id, "0") == 0
-    assert release(conn, batch_id) == 0
-    assert outcome(conn, "ack", batch_id, sent) == {sent[0]: "batch not open"}
-    assert [r[1] for r in nack_ids(conn, batch_id, sent)] == [False]
-
-
-def test_a_rolled_back_outcome_did_not_happen(pool: Connection) -> None:
-    sent = offer(pool, "q", 4)
-    token = take(pool, "q")[0].batch_id
-    pool.execute("begin")
-    outcome(pool, "ack", token, sent[:1])
-    nack_ids(pool, token, sent[1:2])
-    outcome(pool, "dead", token, sent[2:3], "x")
-    release(pool, token, sent[3:])
-    pool.execute("rollback")
-    assert extend(pool, token, "1 second") == 4
-    assert dead_letters(pool, "q") == {}
-    assert outcome(pool, "ack", token, sent) == dict.fromkeys(sent)
-
-
-def test_a_nacked_message_waits_a_minute_unless_told_otherwise(pool: Connection) -> None:
-    offer(pool, "q", 1)
-    (message,) = take(pool, "q")
-    rows(pool, "select * from pgque.nack(%s, %s::bigint[])", message.batch_id, [message.msg_id])
-    move_clock(pool, "58 seconds")
-    settle(pool, "q")
-    assert take(pool, "q") == []
-    move_clock(pool, "62 seconds")
-    settle(pool, "q")
-    (again,) = take(pool, "q")
-    assert (again.msg_id, again.created_at) == (message.msg_id, message.created_at)
-
-
-def test_a_retry_after_that_is_negative_is_refused(conn: Connection, subscribed: str) -> None:
-    sent = offer(conn, subscribed, 1)
-    (message,) = take(conn, subscribed)
-    refused("PQ005", nack, conn, message, "-1 second")
-    refused("PQ005", nack_ids, conn, message.batch_id, sent, "-1 second")
 
 
 def test_a_nack_of_a_message_of_another_batch_is_refused(conn: Connection, subscribed: str) -> None:
@@ -180,20 +80,6 @@ def test_without_settings_five_deliveries_are_the_end(pool: Connection, how: str
     assert deliveries == 5
     reason = "no luck" if how == "nack" else "receive attempts used up"
     assert dead_letters(pool, "q") == {sent: reason}
-
-
-@pytest.mark.parametrize("retries", [0, 1, 3])
-def test_a_limit_of_n_retries_is_n_plus_one_deliveries(pool: Connection, retries: int) -> None:
-    configure(pool, "q", max_retries=retries, max_receive_attempts=100)
-    (sent,) = offer(pool, "q", 1)
-    counts = []
-    for _ in range(retries + 3):
-        settle(pool, "q")
-        for message in take(pool, "q"):
-            counts.append((message.receive_count, message.retry_count))
-            assert nack(pool, message, "0") == 1
-    assert counts == [(n + 1, n) for n in range(retries + 1)]
-    assert dead_letters(pool, "q") == {sent: "retries used up"}
 
 
 def test_the_first_of_both_limits_ends_a_message(pool: Connection) -> None:
@@ -382,24 +268,3 @@ def test_peek_shows_messages_with_keys_once_with_their_last_body(
     receive(own, "q", "d")
     peeked = rows(own, "select p.key, p.payload from pgque.peek('q', 10, %s) as p", consumer)
     assert peeked == [("a", "new"), ("b", "x")]
-
-
-@pytest.mark.parametrize("worker", [True, False])
-@pytest.mark.parametrize("form", ["'[0:1]={%s,%s}'", "'{{%s},{%s}}'"])
-def test_ids_may_come_in_an_array_of_any_shape(
-    conn: Connection, subscribed: str, worker: bool, form: str
-) -> None:
-    sent = offer(conn, subscribed, 2)
-    batch = take(conn, subscribed) if worker else receive(conn, subscribed)
-    ids_ = form % tuple(sent)
-    found = rows(conn, f"select * from pgque.nack({batch[0].batch_id}, {ids_}::bigint[], '0')")
-    assert found == [(msg_id, True, None) for msg_id in sent]
-
-
-@pytest.mark.parametrize("form", ["'[0:0]={%s}'", "'{{%s}}'"])
-def test_one_id_may_come_in_an_array_of_any_shape(conn: Connection, subscribed: str, form: str) -> None:
-    sent = offer(conn, subscribed, 2)
-    batch = receive(conn, subscribed)[0].batch_id
-    assert rows(conn, f"select * from pgque.ack({batch}, {form % sent[0]}::bigint[])") == [
-        (sent[0], True, None)
-    ]

@@ -227,6 +227,38 @@ def test_a_message_sent_while_the_queue_is_purged_is_not_lost(pool: Connection, 
     assert ids(work_off(pool, "q")) == [later]
 
 
+def test_purged_messages_are_in_no_window_any_more(
+    pool: Connection, pair: Pair, transaction: Callable[..., Connection]
+) -> None:
+    first = forced_tick(pool, "q")
+    offer(pool, "q", 3)
+    open_one = send(pair.one, "q")
+    between = forced_tick(pool, "q")
+    offer(pool, "q", 3)
+    purging = transaction(dsn=pool.info.dsn)
+    assert purge(purging) == 6
+    late = pair.other(lambda c: value(c, "select pgque.subscribe('q', 'late', 'earliest')"))
+    assert not late.done
+    purging.commit()
+    assert late.result() == 1
+    pair.one.commit()
+    sent = offer(pool, "q", 2)
+    now = forced_tick(pool, "q")
+    left = [open_one, *sent]
+    read = "select array(select w.ev_id from pgque.read_window('q', %s, %s) w)"
+    assert value(pool, read, first, between) == []
+    assert value(pool, read, first, now) == value(pool, read, between, now) == left
+    subscribe(pool, "q", "d")
+    value(pool, "select pgque.seek('q', 'd', %s, true)", first)
+    assert drain(pool, "q", "d") == drain(pool, "q", "late") == left
+    value(pool, "select pgque.seek('q', 'd', pgque.tick_for('q', 'earliest'), true)")
+    assert drain(pool, "q", "d") == left
+    assert ids(work_off(pool, "q")) == left
+    for _ in range(3):
+        rotate(pool, "q")
+    works(pool)
+
+
 def test_a_purge_during_a_purge_waits_and_finds_nothing(pool: Connection, pair: Pair) -> None:
     offer(pool, "q", 3)
     take(pool, "q", "w1", 1, "1 day")

@@ -1,8 +1,7 @@
-"""Two sessions at one message: taking over, settling, compacting, rotating at the same time."""
+"""Two sessions at one message, in orders that tests/faults/test_interleavings.py does not have."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from sql.helpers import (
     configure,
     dead_letters,
     extend,
-    forced_tick,
     ids,
     move_clock,
     nack,
@@ -27,7 +25,6 @@ from sql.helpers import (
     refused,
     release,
     rows,
-    set_visibility,
     settle,
     take,
     value,
@@ -35,7 +32,8 @@ from sql.helpers import (
 )
 from sql.test_held_xmin import low_threshold
 
-OLD = pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+# Repeatable read is in tests/faults/test_interleavings.py.
+OLD = pytest.mark.parametrize("isolation", ["serializable"])
 LOST = "lost to another worker"
 
 
@@ -72,26 +70,6 @@ def pair(
     return Pair(own_dsn, connect, background, wait_until)
 
 
-@pytest.mark.parametrize("end", ["commit", "rollback"])
-def test_of_two_takers_of_a_lapsed_batch_each_message_goes_to_one(
-    pool: Connection, pair: Pair, end: str
-) -> None:
-    sent = offer(pool, "q", 4)
-    take(pool, "q", "w1")
-    move_clock(pool, "1 minute")
-    first = take(pair.one, "q", "w2")
-    job = pair.other(lambda c: take(c, "q", "w3"))
-    pair.one.execute(end.encode())
-    second = job.result()
-    # Whoever is woken before the server has let go of all locks of the other looks again a second later.
-    move_clock(pool, "62 seconds")
-    rest = []
-    while more := take(pool, "q", "w4", timeout="1 day"):
-        rest += ids(more)
-    got = Counter((ids(first) if end == "commit" else []) + ids(second) + rest)
-    assert got == Counter(sent)
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_an_ack_meets_the_first_tick_after_a_restore_and_counts(
     pool: Connection, pair: Pair, whole: bool
@@ -113,59 +91,6 @@ def test_an_ack_meets_the_first_tick_after_a_restore_and_counts(
         job.result()
     move_clock(pool, "1 day")
     assert ids(work_off(pool, "q", "w2")) == ([] if whole else sent[2:])
-
-
-@pytest.mark.parametrize("end", ["commit", "rollback"])
-def test_an_ack_meets_a_take_over_and_one_of_them_has_the_message(
-    pool: Connection, pair: Pair, end: str
-) -> None:
-    sent = offer(pool, "q", 3)
-    old = take(pool, "q", "w1")[0].batch_id
-    move_clock(pool, "1 minute")
-    taken = take(pair.one, "q", "w2")
-    job = pair.other(lambda c: outcome(c, "ack", old, sent))
-    pair.one.execute(end.encode())
-    result = job.result()
-    kept = set(ids(taken)) if end == "commit" else set()
-    assert {i for i, reason in result.items() if reason is not None} == kept
-    later: list[int] = []
-    move_clock(pool, "1 day")
-    later += ids(work_off(pool, "q", "w3"))
-    assert set(later) == kept
-
-
-@pytest.mark.parametrize("end", ["commit", "rollback"])
-@pytest.mark.parametrize("how", ["ack", "nack", "dead", "release", "set_visibility"])
-def test_a_take_over_meets_an_outcome_that_is_not_yet_committed(
-    pool: Connection, pair: Pair, end: str, how: str
-) -> None:
-    sent = offer(pool, "q", 3)
-    old = take(pool, "q", "w1")[0].batch_id
-    move_clock(pool, "1 minute")
-    if how == "ack":
-        assert ack(pair.one, old) == 1
-    elif how == "nack":
-        assert [r[1] for r in nack_ids(pair.one, old, sent, "10 hours", "x")] == [True] * 3
-    elif how == "dead":
-        outcome(pair.one, "dead", old, sent, "x")
-    elif how == "release":
-        release(pair.one, old)
-    else:
-        assert set_visibility(pair.one, old, "10 hours") == 3
-    job = pair.other(lambda c: take(c, "q", "w2", timeout="30 hours"))
-    pair.one.execute(end.encode())
-    job.result()
-    move_clock(pool, "2 hours")
-    later = list(ids(job.result()))
-    while more := take(pool, "q", "w3", timeout="30 hours"):
-        later += ids(more)
-    gone = end == "commit" and how in ("ack", "nack", "dead", "set_visibility")
-    assert sorted(later) == ([] if gone else sent)
-    move_clock(pool, "20 hours")
-    settle(pool, "q")
-    back = end == "commit" and how in ("nack", "set_visibility")
-    assert sorted(ids(work_off(pool, "q", "w4"))) == (sent if back else [])
-    assert sorted(dead_letters(pool, "q")) == (sent if end == "commit" and how == "dead" else [])
 
 
 def test_an_open_ack_whose_lease_lapses_keeps_nobody_from_other_messages(
@@ -260,28 +185,6 @@ def test_a_nack_that_would_raise_an_error_waits_until_it_is_sure(
         assert work_off(pool, "q", "w3") == []
         move_clock(pool, "11 hours")
         assert ids(work_off(pool, "q", "w3")) == [lost]
-
-
-def test_two_acks_of_one_batch_succeed_once(pool: Connection, pair: Pair) -> None:
-    sent = offer(pool, "q", 2)
-    token = take(pool, "q")[0].batch_id
-    assert ack(pair.one, token) == 1
-    job = pair.other(lambda c: ack(c, token))
-    pair.one.commit()
-    assert job.result() == 0
-    assert set(outcome(pool, "ack", token, sent).values()) <= {"settled already", "batch not open"}
-
-
-def test_an_ack_and_a_nack_of_one_message_at_once_agree(pool: Connection, pair: Pair) -> None:
-    (sent,) = offer(pool, "q", 1)
-    token = take(pool, "q")[0].batch_id
-    assert outcome(pair.one, "ack", token, [sent]) == {sent: None}
-    job = pair.other(lambda c: nack_ids(c, token, [sent], "0"))
-    pair.one.commit()
-    assert [r[1] for r in job.result()] == [False]
-    move_clock(pool, "1 day")
-    settle(pool, "q")
-    assert take(pool, "q") == []
 
 
 def test_a_reclaim_meets_an_ack_and_one_of_them_wins(pool: Connection, pair: Pair) -> None:
@@ -421,53 +324,6 @@ def test_the_journal_is_compacted_while_batches_are_open(pool: Connection) -> No
     settle(pool, "q")
     (message,) = work_off(pool, "q", "w5")
     assert (message.msg_id, message.receive_count, message.retry_count) == (sent[4], 2, 1)
-
-
-def test_workers_rotation_and_compaction_at_once_lose_and_repeat_nothing(
-    pool: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., Any]
-) -> None:
-    low_threshold(pool)
-    configure(pool, "q", rotation_period="1 microsecond")
-    done = [False]
-
-    def worker(name: str, size: int) -> Callable[[Connection], list[int]]:
-        def run(c: Connection) -> list[int]:
-            got = []
-            token = None
-            while not done[0]:
-                batch = take(c, "q", name, size, "1 hour", ack_batch=token)
-                got += ids(batch)
-                token = batch[0].batch_id if batch else None
-            if token:
-                assert ack(c, token) == 1
-            return got
-
-        return run
-
-    def keeper(c: Connection) -> None:
-        while not done[0]:
-            value(c, "select pgque.maint()")
-
-    jobs = [background(worker(f"w{n}", 1 + 3 * n), connect(own_dsn)) for n in range(3)]
-    upkeep = background(keeper, connect(own_dsn))
-    sent = []
-    for number in range(150):
-        sent += offer(pool, "q", 1 + number % 9)
-    forced_tick(pool, "q")
-    sent += offer(pool, "q", 1)
-    import time
-
-    end = time.monotonic() + 15
-    while time.monotonic() < end and value(
-        pool, "select sum(i.pending_events) from pgque.get_consumer_info('q', 'c') as i"
-    ):
-        time.sleep(0.05)
-    done[0] = True
-    upkeep.result()
-    got = Counter(i for job in jobs for i in job.result())
-    got.update(ids(work_off(pool, "q", "last")))
-    assert got - Counter(sent) == Counter(), "handed out twice"
-    assert Counter(sent) - got == Counter(), "never handed out"
 
 
 def test_a_worker_whose_backend_is_killed_loses_only_its_lease(

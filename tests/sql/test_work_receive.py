@@ -52,16 +52,15 @@ def test_of_ten_messages_in_one_window_w1_takes_one_w2_the_other_nine_and_w3_non
     assert work_off(conn, subscribed) == []
 
 
-@pytest.mark.parametrize("size", [1, 7, 100])
 def test_workers_share_many_windows_disjointly_and_in_the_order_of_ids(
-    conn: Connection, subscribed: str, size: int
+    conn: Connection, subscribed: str
 ) -> None:
     sent: list[int] = []
     for count in (1, 30, 2, 60):
         sent += offer(conn, subscribed, count)
     got: list[int] = []
     number = 0
-    while batch := take(conn, subscribed, f"w{number % 5}", size):
+    while batch := take(conn, subscribed, f"w{number % 5}", 7):
         number += 1
         got += ids(batch)
         if number % 2:
@@ -101,11 +100,6 @@ def test_a_visibility_timeout_without_a_worker_is_refused(conn: Connection, subs
 @pytest.mark.parametrize("worker", ["", "w" * 1001])
 def test_a_worker_needs_a_name_of_a_sane_length(conn: Connection, subscribed: str, worker: str) -> None:
     refused("PQ004", take, conn, subscribed, worker)
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_worker_asks_for_at_least_one_message(conn: Connection, subscribed: str, count: int) -> None:
-    refused("PQ005", take, conn, subscribed, "w1", count)
 
 
 def test_a_pool_is_not_read_without_a_worker(conn: Connection, subscribed: str) -> None:
@@ -218,30 +212,6 @@ def test_a_message_that_was_not_handed_out_was_not_received(pool: Connection) ->
     assert counts == {sent[0]: 2, later[0]: 1, later[1]: 1}
 
 
-def test_a_receive_that_is_rolled_back_counts_as_nothing(
-    pool: Connection, own_dsn: str, transaction: Callable[..., Connection]
-) -> None:
-    sent = offer(pool, "q", 2)
-    for _ in range(7):
-        one = transaction("read committed", own_dsn)
-        assert ids(take(one, "q")) == sent
-        one.execute("rollback")
-    batch = take(pool, "q", "w2")
-    assert [(m.msg_id, m.receive_count) for m in batch] == [(i, 1) for i in sent]
-
-
-def test_of_ten_received_and_four_acked_exactly_the_other_six_come_back(pool: Connection) -> None:
-    sent = offer(pool, "q", 10)
-    batch = take(pool, "q", "w1")
-    done = [sent[n] for n in (0, 3, 4, 9)]
-    assert outcome(pool, "ack", batch[0].batch_id, done) == dict.fromkeys(done)
-    move_clock(pool, "1 minute")
-    again: list[int] = []
-    while more := take(pool, "q", "w2"):
-        again += ids(more)
-    assert again == [i for i in sent if i not in done]
-
-
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
 def test_a_worker_receives_in_read_committed_only(
     conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
@@ -253,34 +223,12 @@ def test_a_worker_receives_in_read_committed_only(
     assert ids(take(conn, subscribed)) == sent
 
 
-def test_one_call_finishes_the_last_batch_and_takes_the_next(pool: Connection, own_dsn: str) -> None:
-    sent = offer(pool, "q", 6)
-    first = take(pool, "q", "w1", 2)
-    second = take(pool, "q", "w1", 2, ack_batch=first[0].batch_id)
-    assert ids(second) == sent[2:4]
-    assert ack(pool, first[0].batch_id) == 0
-    pool.execute("begin")
-    assert ids(take(pool, "q", "w1", 1, ack_batch=second[0].batch_id)) == sent[4:5]
-    pool.execute("rollback")
-    assert ids(take(pool, "q", "w1", 1, ack_batch=second[0].batch_id)) == sent[4:5]
-    move_clock(pool, "1 minute")
-    assert ids(work_off(pool, "q", "w2")) == sent[4:]
-
-
 def test_taking_the_next_batch_with_a_lost_one_to_ack_takes_it_all_the_same(pool: Connection) -> None:
     sent = offer(pool, "q", 2)
     lost = take(pool, "q", "w1", 1)
     move_clock(pool, "1 minute")
     assert ids(take(pool, "q", "w2", 1)) == sent[:1]
     assert ids(take(pool, "q", "w1", 1, ack_batch=lost[0].batch_id)) == sent[1:]
-
-
-def test_acking_and_taking_next_works_without_workers_too(conn: Connection, subscribed: str) -> None:
-    sent = offer(conn, subscribed, 3)
-    first = receive(conn, subscribed, count=2)
-    call = "select msg_id from pgque.receive(%s, 'c', 10, ack_batch => %s)"
-    assert rows(conn, call, subscribed, first[0].batch_id) == [(sent[2],)]
-    assert ack(conn, first[0].batch_id) == 0
 
 
 def test_acking_the_batch_of_another_queue_takes_nothing_from_this_one(

@@ -11,6 +11,7 @@ from sql.helpers import (
     Connection,
     ack,
     column,
+    dead_tuples,
     drain,
     forced_tick,
     move_clock,
@@ -203,32 +204,6 @@ def test_a_touched_worker_keeps_its_batch(own: Connection) -> None:
     assert "z" in str(error)
 
 
-def test_two_workers_that_take_over_at_once_get_the_batch_once(
-    own: Connection,
-    own_dsn: str,
-    connect: Callable[..., Connection],
-    background: Callable[..., Any],
-    wait_for_lock: Callable[..., None],
-    wait_until: Callable[..., None],
-) -> None:
-    value(own, "select pgque.create_queue('q')")
-    for worker in ("a", "b", "d"):
-        value(own, REGISTER, "q", worker)
-    sent = send_many(own, "q", 2)
-    tick(own, "q")
-    receive_coop(own, "q", "a")
-    move_clock(own, "2 minutes")
-    one = connect(own_dsn, autocommit=False)
-    taken = receive_coop(one, "q", "b", 100, "1 minute")
-    assert [m.msg_id for m in taken] == sent
-    second = connect(own_dsn)
-    other = background(lambda c: receive_coop(c, "q", "d", 100, "1 minute"), second)
-    waiting = "select a.wait_event_type = 'Lock' from pg_stat_activity as a where a.pid = %s"
-    wait_until(lambda: other.done or value(own, waiting, other.pid), "the second worker waits")
-    one.commit()
-    assert other.result() == []
-
-
 def test_unregistering_a_worker_that_holds_a_batch_needs_a_word(conn: Connection, queue: str) -> None:
     for worker in ("a", "b"):
         value(conn, REGISTER, queue, worker)
@@ -309,17 +284,6 @@ def test_consumer_info_lists_workers_and_their_batches(conn: Connection, queue: 
     assert found == {"c": (None, "coop_main"), "c.a": (message.batch_id, "coop_member")}
 
 
-def test_a_worker_whose_every_message_was_nacked_goes_on(conn: Connection, queue: str) -> None:
-    value(conn, REGISTER, queue, "a")
-    sent = send_many(conn, queue, 2)
-    tick(conn, queue)
-    batch = receive_coop(conn, queue, "a")
-    nack_ids(conn, batch[0].batch_id, sent, "1 hour")
-    later = send(conn, queue)
-    tick(conn, queue)
-    assert [m.msg_id for m in receive_coop(conn, queue, "a")] == [later]
-
-
 def test_a_worker_asks_while_the_consumer_is_given_subconsumers_and_no_message_is_lost(
     conn: Connection,
     queue: str,
@@ -373,6 +337,7 @@ def test_a_worker_that_acks_with_its_receive_and_one_who_removes_it_do_not_deadl
 
 
 def test_subconsumers_take_whole_windows_in_turn_and_finish_them(conn: Connection, queue: str) -> None:
+    value(conn, "select pgque.set_queue_config(%s, 'ticker_max_count', '1')", queue)
     for worker in ("a", "b"):
         assert value(conn, REGISTER, queue, worker) == 1
         assert value(conn, NEXT, queue, worker) is None
@@ -425,7 +390,7 @@ def test_next_batch_registers_a_subconsumer_on_first_use_and_refuses_a_wrong_one
 def test_a_subconsumers_next_batch_waits_for_lag_count_and_interval(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     value(own, REGISTER, "q", "a")
-    custom = "select pgque.next_batch_custom('q', 'c', 'a', %s::interval, %s, %s::interval)"
+    custom = "select batch_id from pgque.next_batch_custom('q', 'c', 'a', %s::interval, %s, %s::interval)"
     sent = []
     for _ in range(3):
         sent += send_many(own, "q", 4)
@@ -438,6 +403,37 @@ def test_a_subconsumers_next_batch_waits_for_lag_count_and_interval(own: Connect
     assert ack(own, batch) == 1
     move_clock(own, "11 minutes")
     assert column(own, EVENTS, value(own, custom, "10 minutes", None, None)) == sent[8:]
+
+
+def test_next_batch_custom_returns_the_same_record_with_and_without_a_subconsumer(
+    conn: Connection, queue: str
+) -> None:
+    subscribe(conn, queue, "alone")
+    value(conn, REGISTER, queue, "a")
+    send(conn, queue)
+    tick(conn, queue)
+    found = []
+    for consumer in ("'alone'", "'c', 'a'"):
+        cursor = conn.execute(
+            f"select * from pgque.next_batch_custom('{queue}', {consumer}, null, null, null)".encode()
+        )
+        found.append(([d.name for d in cursor.description or []], cursor.fetchall()))
+    (names, alone), (same, worker) = found
+    assert names == same and names[:3] == ["batch_id", "cur_tick_id", "prev_tick_id"]
+    assert alone[0][1:] == worker[0][1:]
+    assert rows(conn, EVENTS, worker[0][0]) == rows(conn, EVENTS, alone[0][0]) != []
+
+
+def test_taking_over_the_batch_of_a_silent_subconsumer_writes_each_message_once(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, REGISTER, "q", "a")
+    sent = send_many(own, "q", 50)
+    forced_tick(own, "q")
+    assert column(own, EVENTS, value(own, NEXT, "q", "a")) == sent
+    move_clock(own, "2 minutes")
+    taken = "select msg_id, receive_count from pgque.receive_coop('q', 'c', 'b', 10, '1 minute')"
+    assert rows(own, taken) == [(msg_id, 2) for msg_id in sent]
+    assert "retry_queue" not in dead_tuples(own)
 
 
 def test_calls_of_next_batch_custom_with_literals_of_no_type_find_their_function(
@@ -453,7 +449,9 @@ def test_calls_of_next_batch_custom_with_literals_of_no_type_find_their_function
         "'a', '0', '1', '0', '1 minute'",
         "'a', '0', 1, '0'",
     ):
-        assert rows(conn, f"select * from pgque.next_batch_custom('{queue}', 'c', {arguments})") == [(batch,)]
+        assert rows(conn, f"select batch_id from pgque.next_batch_custom('{queue}', 'c', {arguments})") == [
+            (batch,)
+        ]
     assert rows(conn, f"select * from pgque.next_batch('{queue}', 'c', 'a', null)") == [(batch,)]
     subscribe(conn, queue, "alone")
     for arguments in ("null, null, null", "'0', '1', '0'", "'0', 1, '0'"):
@@ -516,6 +514,7 @@ def test_two_sessions_that_ask_at_once_get_different_batches(
     for _ in range(2):
         sent.append(send_many(conn, queue, 2))
         forced_tick(conn, queue)
+    value(conn, "select pgque.set_queue_config(%s, 'ticker_max_count', '1')", queue)
     first = connect(autocommit=False)
     held = value(first, NEXT, queue, "a")
     other = background(lambda c: value(c, NEXT, queue, "b"))

@@ -65,3 +65,11 @@ def compiled(dsn: str) -> list[str]:
         for calls, functions, query in found
         if CONTROL not in query
     ]
+
+
+def forget(dsn: str) -> None:
+    """Forget what was compiled so far."""
+    if problem(dsn) is None:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute(f"create extension if not exists {EXTENSION}")
+            connection.execute("select pg_stat_statements_reset()")

@@ -25,6 +25,7 @@ from .errors import (
     from_encoding,
     from_fields,
     from_psycopg,
+    from_value,
 )
 
 Params: TypeAlias = Mapping[str, object]
@@ -329,7 +330,7 @@ def _error(error: Exception, queue: str | None) -> PgqueError | None:
     if isinstance(error, OSError):
         return PgqueConnectionError(str(error) or type(error).__name__, queue=queue)
     if isinstance(error, ValueError):  # psycopg2 has no error of its own for a text with NUL
-        return PgqueBadArgument(str(error), queue=queue)
+        return from_value(error, queue)
     return _of_library(error, queue)
 
 

@@ -5,6 +5,7 @@ Shared by the sync and the async side; nothing here waits.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -22,11 +23,18 @@ from .types import Message, Seconds, columns
 
 M = TypeVar("M", bound=Message)
 
+log = logging.getLogger("pgque.worker")
+
 # A statement and its parameters.
 Statement = tuple[str, Mapping[str, object]]
 
 # A delivery that is lost in a crash of the server is only a redelivery, so it need not wait for the disk.
 _ASYNC_COMMIT = "(select set_config('synchronous_commit', 'off', true) offset 0) as async_commit"
+# The role's own setting stays if the parameter is null.
+_LOCK_TIMEOUT = (
+    "(select set_config('lock_timeout', coalesce(%(lock_timeout)s::text, current_setting('lock_timeout')),"
+    " true) offset 0) as lock_timeout"
+)
 
 
 # What can be done to all that is left of a batch at once.
@@ -138,6 +146,21 @@ class Batch(Generic[M]):
         seconds."""
         return time.monotonic() - self.extended_at > visibility_timeout
 
+    def extension(self, now: float, lock_timeout: float | None = None) -> Statement:
+        """Return the statement that extends the lease by the time that has passed."""
+        return extend(self.batch_id, now - self.extended_at, lock_timeout)
+
+    def note_extended(self, now: float, held: int | None) -> None:
+        """Take note of how many messages an extension found to be leased.
+
+        None is left also where all outcomes were reported meanwhile, in another thread. So the batch is lost
+        only if messages have no outcome: what is reported too late is refused by the server.
+        """
+        self.extended_at = now
+        if not held and self.unfinished > 0 and not self.lost:
+            self.lost = True
+            log.warning("batch %s is lost: its lease expired", self.batch_id)
+
     def record(self, msg_ids: Iterable[int], outcome: MessageOutcome) -> None:
         """Record the outcome of messages, to be reported."""
         for msg_id in msg_ids:
@@ -173,6 +196,7 @@ class Batch(Generic[M]):
     def mark_reported(self) -> None:
         """Forget the outcomes, after the transaction of `statements` was committed."""
         self.reported_at = time.monotonic()
+        # In this order, so that another thread never counts them as unfinished.
         self._unreported -= self._outcomes.keys()
         self._outcomes.clear()
 
@@ -235,30 +259,53 @@ def _array(ids: Sequence[int] | None) -> str | None:
     return None if ids is None else f"{{{','.join(map(str, ids))}}}"
 
 
-def receive(queue: str, consumer: str, worker: str, count: int, visibility_timeout: Seconds) -> Statement:
+def receive(
+    queue: str, consumer: str, worker: str, count: int, visibility_timeout: Seconds, max_bytes: int | None
+) -> Statement:
     """Return the statement that receives messages for a worker."""
     return (
         f"select {columns(Message, 'm')} from {_ASYNC_COMMIT},"
         " lateral pgque.receive(%(queue)s::text, %(consumer)s::text, %(max)s::int,"
-        " worker => %(worker)s::text, visibility_timeout => %(timeout)s::interval) as m",
+        " worker => %(worker)s::text, visibility_timeout => %(timeout)s::interval,"
+        " max_bytes => %(bytes)s::bigint) as m",
         {
             "queue": queue,
             "consumer": consumer,
             "max": count,
             "worker": worker,
             "timeout": _encode.interval(visibility_timeout),
+            "bytes": max_bytes,
         },
     )
 
 
-def extend(batch_id: int, by: float) -> Statement:
+def extend(batch_id: int, by: float, lock_timeout: float | None = None) -> Statement:
     """Return the statement that adds seconds to the lease of a batch; it returns how many messages are still
-    leased."""
+    leased, and fails if it waits for a lock longer than `lock_timeout` seconds."""
     return (
-        f"select r.held from {_ASYNC_COMMIT},"
+        f"select r.held from {_ASYNC_COMMIT}, {_LOCK_TIMEOUT},"
         " lateral pgque.extend(%(batch)s::bigint, %(by)s::interval) as r (held)",
-        {"batch": batch_id, "by": _encode.interval(by)},
+        {"batch": batch_id, "by": _encode.interval(by), "lock_timeout": _milliseconds(lock_timeout)},
     )
+
+
+def touch(queue: str, consumer: str, subconsumer: str, lock_timeout: float) -> Statement:
+    """Return the statement that reports that a subconsumer is alive; it fails if it waits for a lock longer
+    than `lock_timeout` seconds."""
+    return (
+        f"select r.found from {_ASYNC_COMMIT}, {_LOCK_TIMEOUT}, lateral pgque.touch_subconsumer("
+        "%(queue)s::text, %(consumer)s::text, %(subconsumer)s::text) as r (found)",
+        {
+            "queue": queue,
+            "consumer": consumer,
+            "subconsumer": subconsumer,
+            "lock_timeout": _milliseconds(lock_timeout),
+        },
+    )
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{max(1, round(1000 * seconds))}ms"
 
 
 def worker_name() -> str:

@@ -15,10 +15,12 @@ from datetime import datetime, timedelta
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import click
+from psycopg import IsolationLevel
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+from ._limit import COMMAND_TIMEOUT
 from .client import PgqueClient
 from .errors import PgqueError
 
@@ -58,6 +60,37 @@ def dsn_option(command: Callable[P, R]) -> Callable[P, R]:
         envvar="PGQUE_DSN",
         help="Connection string or URL [default: PGQUE_DSN, then the PG* variables].",
     )(command)
+
+
+def command_timeout_option(command: Callable[P, R]) -> Callable[P, R]:
+    """Add the option --command-timeout, which `connect` reads itself."""
+    return click.option(
+        "--command-timeout",
+        type=click.FloatRange(min=0),
+        default=COMMAND_TIMEOUT,
+        show_default=True,
+        metavar="SECONDS",
+        envvar="PGQUE_COMMAND_TIMEOUT",
+        expose_value=False,
+        callback=lambda ctx, param, value: ctx.meta.update({"pgque.command_timeout": value or None}),
+        help="Give up a call that the server does not answer in this time; 0 is no limit.",
+    )(command)
+
+
+def command_timeout() -> float | None:
+    """Return the seconds of --command-timeout, None for no limit."""
+    seconds: float | None = click.get_current_context().meta.get("pgque.command_timeout", COMMAND_TIMEOUT)
+    return seconds
+
+
+def connect(dsn: str, *, autocommit: bool = False) -> PgqueClient:
+    """Return a client of the database, with the time limit of this command.
+
+    Its transactions are READ COMMITTED, which some calls need, whatever the default of the database is.
+    """
+    client = PgqueClient.connect(dsn, autocommit=autocommit, command_timeout=command_timeout())
+    client.conn.isolation_level = IsolationLevel.READ_COMMITTED
+    return client
 
 
 def json_option(command: Callable[P, R]) -> Callable[P, R]:

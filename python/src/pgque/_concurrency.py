@@ -7,15 +7,16 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from .errors import PgqueBadArgument
+from .errors import PgqueBadArgument, PgqueError
 
 if TYPE_CHECKING:
     from ._processes import ProcessWorker
+    from ._stopper import AsyncStopper, Stopper
 
 T = TypeVar("T")
 
@@ -124,6 +125,41 @@ class TaskPool(Generic[T]):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class SingleRun:
+    """See to it that one object runs once at a time, and not after it was stopped.
+
+    Args:
+        kind: what the object is, for errors.
+        stopper: set when the object is stopped.
+    """
+
+    def __init__(self, kind: str, stopper: Stopper | AsyncStopper) -> None:
+        self._kind = kind
+        self._stopper = stopper
+        self._running = threading.Lock()
+        self._has_run = False
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Run the block. Raises PgqueError while another block runs, and if the object was stopped after it
+        had run: one that is stopped first, as by another thread, has nothing to do."""
+        if not self._running.acquire(blocking=False):
+            raise PgqueError(
+                f"this {self._kind} runs already",
+                hint="Make an object for each thread or task that runs one.",
+            )
+        try:
+            if self._has_run and self._stopper.is_set():
+                raise PgqueError(
+                    f"this {self._kind} was stopped, which is for good",
+                    hint="Make another object, and run it.",
+                )
+            self._has_run = True
+            yield
+        finally:
+            self._running.release()
 
 
 def check_until_idle(worker: object, until_idle: bool) -> None:

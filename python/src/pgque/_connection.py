@@ -15,6 +15,7 @@ from . import _telemetry
 from ._backoff import first_pause, pauses
 from ._dsn import with_keepalives
 from ._json import Encoder
+from ._limit import COMMAND_TIMEOUT
 from ._payloads import Decoder
 from ._stopper import Stopper
 from .client import PgqueClient
@@ -24,15 +25,77 @@ from .errors import PgqueError, from_psycopg, is_permanent, one_line
 _MAX_PAUSE = 15.0
 _MAX_PAUSE_AFTER_STOP = 1.0
 
+_DEFAULT_ISOLATION = "select pg_catalog.current_setting('default_transaction_isolation')"
+_SET_READ_COMMITTED = "set default_transaction_isolation = 'read committed'"
+
 
 def open_client(
-    dsn: str, application_name: str, *, encoder: Encoder | None = None, decoder: Decoder | None = None
+    dsn: str,
+    application_name: str,
+    *,
+    encoder: Encoder | None = None,
+    decoder: Decoder | None = None,
+    read_committed: bool = False,
+    command_timeout: float | None = COMMAND_TIMEOUT,
 ) -> PgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
-    transaction."""
-    return PgqueClient.connect(
-        with_keepalives(dsn, application_name), autocommit=True, encoder=encoder, decoder=decoder
+    transaction, at the isolation level of the database or READ COMMITTED, which calls of workers need.
+
+    Raises PgqueError (25000) for READ COMMITTED behind a pooler whose sessions are not, since a setting would
+    stay in them.
+    """
+    client = PgqueClient.connect(
+        with_keepalives(dsn, application_name),
+        autocommit=True,
+        encoder=encoder,
+        decoder=decoder,
+        command_timeout=command_timeout,
     )
+    if read_committed:
+        try:
+            _set_read_committed(client)
+        except BaseException:
+            client.close()
+            raise
+    return client
+
+
+def _set_read_committed(client: PgqueClient) -> None:
+    try:
+        cursor = client.conn.execute(_DEFAULT_ISOLATION, prepare=False)
+        if cursor.fetchone() == ("read committed",):
+            return
+        if client._is_direct:
+            client.conn.execute(_SET_READ_COMMITTED, prepare=False)
+            return
+    except psycopg.Error as error:
+        raise from_psycopg(error) from error
+    raise PgqueError(
+        "workers need READ COMMITTED transactions, and those of this pooler's sessions are not",
+        sqlstate="25000",
+        hint=f"alter role {client.conn.info.user} set default_transaction_isolation = 'read committed'",
+    )
+
+
+def open_client_before(
+    stopper: Stopper, seconds: float, opening: Callable[[], PgqueClient]
+) -> PgqueClient:
+    """Return the client that `opening` opens; HandlerInterrupted if that takes longer than some seconds after
+    a stop."""
+    opened: list[PgqueClient] = []
+    given_up = False
+
+    def connect() -> None:
+        opened.append(opening())
+        if given_up:
+            opened[0].close()
+
+    try:
+        stopper.give_up_after(seconds, connect)
+    except BaseException:
+        given_up = True
+        raise
+    return opened[0]
 
 
 class Progress:
@@ -69,12 +132,13 @@ def keep_connected(
                 if error is fault:
                     raise
                 raise error from fault
+            if done():
+                log.warning("stopped without the database: %s", one_line(error))
+                return
             if progress.made:
                 growing = pauses(_MAX_PAUSE)
                 log.warning("lost the database, connecting again: %s", one_line(error))
                 pause = first_pause()
-            elif done():
-                return
             else:
                 pause = next(growing)
                 log.warning("failed, next try in %.1f s: %s", pause, one_line(error))

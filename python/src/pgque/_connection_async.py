@@ -14,6 +14,7 @@ from . import _telemetry
 from ._backoff import first_pause, pauses
 from ._dsn import with_keepalives
 from ._json import Encoder
+from ._limit import COMMAND_TIMEOUT
 from ._payloads import Decoder
 from ._stopper import AsyncStopper
 from .client_async import AsyncPgqueClient
@@ -23,15 +24,77 @@ from .errors import PgqueError, from_psycopg, is_permanent, one_line
 _MAX_PAUSE = 15.0
 _MAX_PAUSE_AFTER_STOP = 1.0
 
+_DEFAULT_ISOLATION = "select pg_catalog.current_setting('default_transaction_isolation')"
+_SET_READ_COMMITTED = "set default_transaction_isolation = 'read committed'"
+
 
 async def open_client(
-    dsn: str, application_name: str, *, encoder: Encoder | None = None, decoder: Decoder | None = None
+    dsn: str,
+    application_name: str,
+    *,
+    encoder: Encoder | None = None,
+    decoder: Decoder | None = None,
+    read_committed: bool = False,
+    command_timeout: float | None = COMMAND_TIMEOUT,
 ) -> AsyncPgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
-    transaction."""
-    return await AsyncPgqueClient.connect(
-        with_keepalives(dsn, application_name), autocommit=True, encoder=encoder, decoder=decoder
+    transaction, at the isolation level of the database or READ COMMITTED, which calls of workers need.
+
+    Raises PgqueError (25000) for READ COMMITTED behind a pooler whose sessions are not, since a setting would
+    stay in them.
+    """
+    client = await AsyncPgqueClient.connect(
+        with_keepalives(dsn, application_name),
+        autocommit=True,
+        encoder=encoder,
+        decoder=decoder,
+        command_timeout=command_timeout,
     )
+    if read_committed:
+        try:
+            await _set_read_committed(client)
+        except BaseException:
+            await client.close()
+            raise
+    return client
+
+
+async def _set_read_committed(client: AsyncPgqueClient) -> None:
+    try:
+        cursor = await client.conn.execute(_DEFAULT_ISOLATION, prepare=False)
+        if await cursor.fetchone() == ("read committed",):
+            return
+        if client._is_direct:
+            await client.conn.execute(_SET_READ_COMMITTED, prepare=False)
+            return
+    except psycopg.Error as error:
+        raise from_psycopg(error) from error
+    raise PgqueError(
+        "workers need READ COMMITTED transactions, and those of this pooler's sessions are not",
+        sqlstate="25000",
+        hint=f"alter role {client.conn.info.user} set default_transaction_isolation = 'read committed'",
+    )
+
+
+async def open_client_before(
+    stopper: AsyncStopper, seconds: float, opening: Callable[[], Awaitable[AsyncPgqueClient]]
+) -> AsyncPgqueClient:
+    """Return the client that `opening` opens; HandlerInterrupted if that takes longer than some seconds after
+    a stop."""
+    opened: list[AsyncPgqueClient] = []
+    given_up = False
+
+    async def connect() -> None:
+        opened.append(await opening())
+        if given_up:
+            await opened[0].close()
+
+    try:
+        await stopper.give_up_after(seconds, connect)
+    except BaseException:
+        given_up = True
+        raise
+    return opened[0]
 
 
 class Progress:
@@ -68,12 +131,13 @@ async def keep_connected(
                 if error is fault:
                     raise
                 raise error from fault
+            if done():
+                log.warning("stopped without the database: %s", one_line(error))
+                return
             if progress.made:
                 growing = pauses(_MAX_PAUSE)
                 log.warning("lost the database, connecting again: %s", one_line(error))
                 pause = first_pause()
-            elif done():
-                return
             else:
                 pause = next(growing)
                 log.warning("failed, next try in %.1f s: %s", pause, one_line(error))

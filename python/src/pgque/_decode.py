@@ -12,13 +12,16 @@ from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 from psycopg.pq import Format
 
+from .errors import PgquePayloadError
+
 C = TypeVar("C", bound=Cursor[object] | AsyncCursor[object])
 
 
 def parse_json(text: str | bytes) -> object:
     """Return the value of a JSON text; a whole number of more digits than Python's int takes is a Decimal.
 
-    Raises ValueError when it is not JSON, or nested deeper than Python's recursion limit lets it be.
+    Raises ValueError when it is not JSON, and PgquePayloadError, which is one, when it is nested deeper than
+    Python's recursion limit lets it be.
     """
     try:
         try:
@@ -28,7 +31,7 @@ def parse_json(text: str | bytes) -> object:
         except ValueError:
             value = json.loads(text, parse_int=_whole)
     except RecursionError:
-        raise ValueError("JSON that is nested too deeply for Python") from None
+        raise PgquePayloadError("JSON that is nested too deeply for Python") from None
     return value
 
 

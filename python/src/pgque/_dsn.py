@@ -24,8 +24,8 @@ def given_or_default(dsn: str) -> str:
     return dsn or os.environ.get("PGQUE_DSN", "")
 
 
-def with_keepalives(dsn: str, application_name: str) -> str:
-    """Return a connection string that notices a dead network, and has a name; what `dsn` says stays.
+def with_keepalives(dsn: str, application_name: str | None = None) -> str:
+    """Return a connection string that notices a dead network, and may have a name; what `dsn` says stays.
 
     Raises PgqueBadArgument when it is not a connection string.
     """
@@ -35,4 +35,8 @@ def with_keepalives(dsn: str, application_name: str) -> str:
     except psycopg.ProgrammingError as error:
         raise PgqueBadArgument(f"not a connection string: {error}") from error
     added = {key: value for key, value in _KEEPALIVES.items() if key not in given}
-    return make_conninfo(dsn, fallback_application_name=application_name[:63], **added)
+    if "PGCONNECT_TIMEOUT" in os.environ:
+        added.pop("connect_timeout", None)
+    if application_name is not None:
+        added["fallback_application_name"] = application_name[:63]
+    return make_conninfo(dsn, **added)

@@ -30,6 +30,7 @@ class Handlers(Generic[F]):
         check: raises TypeError for a function that cannot be a handler.
         consumer: name of the consumer, for the log.
         log: where message types without a handler are logged, each once.
+        arguments: number of arguments that a handler is called with.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Handlers(Generic[F]):
         check: Callable[[Callable[..., object], str], None],
         consumer: str,
         log: logging.Logger,
+        arguments: int = 1,
     ) -> None:
         self._owner = owner
+        self._arguments = arguments
         self._decorator = decorator
         self._check = check
         self._consumer = consumer
@@ -59,7 +62,8 @@ class Handlers(Generic[F]):
 
         The decorator must be called by the code that names the handler, since it reads the local names of its
         caller: a handler may ask for a model by annotation. Raises TypeError where the decorator was given
-        the handler itself in place of the type, and for an annotation that no message and no payload becomes.
+        the handler itself in place of the type, for a handler that takes other arguments, and for an
+        annotation that no message and no payload becomes; PgqueBadArgument if the type has another handler.
         """
         if not isinstance(type, str):
             raise TypeError(
@@ -69,6 +73,13 @@ class Handlers(Generic[F]):
 
         def decorate(handler: H) -> H:
             self._check(handler, self._owner)
+            _check_arguments(handler, self._arguments)
+            before: object = self._by_type.get(type, handler)
+            if before is not handler:
+                raise PgqueBadArgument(
+                    f"messages of type {type!r} have a handler already: {_name(before)}",
+                    hint="Register one function for a type, and call others from it.",
+                )
             namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
             self._calls[type] = _payloads.with_model(handler, namespace, _name(handler))  # type: ignore[assignment]
             self._by_type[type] = handler  # type: ignore[assignment]
@@ -137,6 +148,17 @@ def check_async_handler(handler: Callable[..., object], owner: str) -> None:
         raise TypeError(
             f"{_name(handler)} is a generator, which a call does not run: a handler has to be a function"
         )
+
+
+def _check_arguments(handler: Callable[..., object], count: int) -> None:
+    """Raise TypeError for a handler that cannot be called with so many arguments."""
+    if (signature := _payloads.signature_of(handler)) is None:
+        return
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        given = "the message" if count == 1 else "the message and the connection, since transactional=True"
+        raise TypeError(f"{_name(handler)} is called with {given}: {error}") from error
 
 
 def call(handler: Callable[..., object], *args: object) -> object:

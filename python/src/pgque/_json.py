@@ -13,6 +13,8 @@ from pathlib import PurePath
 from typing import Any, TypeAlias
 from uuid import UUID
 
+from .errors import PgquePayloadError
+
 # Takes a value of a type that this module does not know, and returns what is encoded in its place.
 Encoder: TypeAlias = Callable[[Any], object]
 
@@ -23,9 +25,16 @@ _Rule: TypeAlias = Callable[[Any, Encoder | None], object]
 def as_json(value: object, encoder: Encoder | None = None, name: str = "payload") -> str:
     """Return the JSON text of a value, which errors call `name`.
 
-    Raises ValueError for NaN and infinity, which JSON lacks, and TypeError for a value that neither this
-    module nor the encoder knows.
+    Raises ValueError for NaN and infinity, which JSON lacks, PgquePayloadError for a value that is nested too
+    deeply, and TypeError for a value that neither this module nor the encoder knows.
     """
+    try:
+        return _as_json(value, encoder, name)
+    except RecursionError:
+        raise PgquePayloadError(f"{name}: nested too deeply, or contains itself") from None
+
+
+def _as_json(value: object, encoder: Encoder | None, name: str) -> str:
     try:
         if encoder is None:
             return _encode(value)
@@ -34,11 +43,7 @@ def as_json(value: object, encoder: Encoder | None = None, name: str = "payload"
         ).encode(value)
     except TypeError:
         # A key that is no text, or a value that cannot be encoded: this way knows where.
-        try:
-            plain = _plain(value, name, encoder)
-        except RecursionError:
-            raise ValueError(f"{name}: nested too deeply, or contains itself") from None
-        return _encode(plain)
+        return _encode(_plain(value, name, encoder))
 
 
 def is_known(value: Any) -> bool:

@@ -156,14 +156,26 @@ def _annotation(handler: Callable[..., object], namespace: Mapping[str, object],
     return bare if _is_message(bare) or _is_any_message(bare) else found
 
 
-def _first_parameter(handler: Callable[..., object]) -> tuple[inspect.Parameter | None, object]:
-    """Return the parameter that gets the message, or None, and the function that has it."""
+def signature_of(handler: Callable[..., object]) -> inspect.Signature | None:
+    """Return the signature of a handler, or None of a builtin function that does not tell."""
+    try:
+        return _signature(handler)
+    except (TypeError, ValueError):
+        return None
+
+
+def _signature(handler: Callable[..., object]) -> inspect.Signature:
     how: dict[str, Any] = {"follow_wrapped": False}
     if sys.version_info >= (3, 14):
         import annotationlib
 
         how["annotation_format"] = annotationlib.Format.FORWARDREF
-    for parameter in inspect.signature(handler, **how).parameters.values():
+    return inspect.signature(handler, **how)
+
+
+def _first_parameter(handler: Callable[..., object]) -> tuple[inspect.Parameter | None, object]:
+    """Return the parameter that gets the message, or None, and the function that has it."""
+    for parameter in _signature(handler).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL and hasattr(handler, "__wrapped__"):
             return _first_parameter(handler.__wrapped__)  # behind a decorator that passes all on
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):

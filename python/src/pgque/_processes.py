@@ -37,6 +37,9 @@ _LIVENESS_CHECK, _LIVENESS_LIMIT = 1.0, 10.0
 # Seconds that a process has beyond its `shutdown_timeout`, before it is killed.
 _KILL_MARGIN = 5.0
 
+# Seconds between checks for a second signal, while the processes end.
+_SIGNAL_CHECK = 0.1
+
 
 class ConfiguredWorker(Protocol):
     """A worker with the settings that a copy of it gets."""
@@ -57,6 +60,7 @@ class ConfiguredWorker(Protocol):
     encoder: Encoder | None
     decoder: Decoder | None
     bad_payload: BadPayload
+    command_timeout: float | None
 
 
 class ProcessWorker(ConfiguredWorker, Protocol):
@@ -93,6 +97,7 @@ class _Settings(TypedDict):
     encoder: Encoder | None
     decoder: Decoder | None
     bad_payload: BadPayload
+    command_timeout: float | None
     liveness_file: Path | None
 
 
@@ -114,6 +119,7 @@ def settings_of(worker: ConfiguredWorker) -> _Settings:
         encoder=worker.encoder,
         decoder=worker.decoder,
         bad_payload=worker.bad_payload,
+        command_timeout=worker.command_timeout,
         liveness_file=None,
     )
 
@@ -213,7 +219,8 @@ def supervise(worker_class: Callable[..., ProcessWorker], worker: ProcessWorker)
             patience = _LIVENESS_CHECK if worker._liveness.is_watched else None
             wait([*sentinels, *stopper.waitables()], 0.2 if len(sentinels) < len(places) else patience)
     finally:
-        _end([place.process for place in places if place.process is not None], worker.shutdown_timeout)
+        running = [place.process for place in places if place.process is not None]
+        _end(running, worker.shutdown_timeout, stopper)
         for place in places:
             failed = failed or place.clear_if_ended()
             if place.liveness_file is not None:
@@ -222,16 +229,26 @@ def supervise(worker_class: Callable[..., ProcessWorker], worker: ProcessWorker)
         raise failed
 
 
-def _end(processes: list[BaseProcess], shutdown_timeout: float) -> None:
+def _end(processes: list[BaseProcess], shutdown_timeout: float, stopper: Stopper) -> None:
+    """End the processes, and kill those that do not end in time. A second signal is passed on to them."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + shutdown_timeout + _KILL_MARGIN
+    abandoned = False
+    while running := [process for process in processes if process.is_alive()]:
+        if stopper.is_abandoned and not abandoned:
+            abandoned = True
+            deadline = time.monotonic() + _KILL_MARGIN
+            for process in running:
+                process.terminate()
+        if time.monotonic() > deadline:
+            break
+        wait([process.sentinel for process in running], _SIGNAL_CHECK)
+    for process in running:
+        log.warning("%s did not end, and is killed", process.name)
+        process.kill()
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            log.warning("%s did not end, and is killed", process.name)
-            process.kill()
-            process.join()
+        process.join()
 
 
 def _run(

@@ -52,6 +52,10 @@ def send_batch(
     )
 
 
+# The drivers hold all of a batch in memory, several times.
+MAX_BYTES = 64 * 1024 * 1024
+
+
 def receive(
     queue: str,
     consumer: str,
@@ -59,6 +63,7 @@ def receive(
     worker: str | None,
     visibility_timeout: Seconds | None,
     ack_batch: int | None,
+    max_bytes: int | None,
 ) -> Call:
     """Return the call of `pgque.receive`."""
     sql, params = _encode.arguments(
@@ -66,6 +71,7 @@ def receive(
             "worker": ("text", worker),
             "visibility_timeout": ("interval", _encode.interval(visibility_timeout)),
             "ack_batch": ("bigint", ack_batch),
+            "max_bytes": ("bigint", max_bytes),
         }
     )
     return (

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import math
 import selectors
 import signal
 import socket
@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from types import FrameType
 
-import psycopg
 from psycopg import AsyncConnection, Connection
 
 from ._handlers import call, call_in_task
+from ._limit import until
 
 # Seconds after a stop in which a consumer may finish its batch; then the batch is redelivered.
 GRACE = 0.5
@@ -48,92 +48,72 @@ def _drain_notifications(conn: Connection[object] | AsyncConnection[object]) -> 
     return channels
 
 
-class _StopDeadline:
-    """Shut down a connection that is still in use some seconds after a stop: a lock or a server that does
-    not answer may keep it for any time."""
+class _Stop:
+    """Whether, when and how a stop was asked for."""
 
-    _CANCEL_TIMEOUT = 0.3  # seconds
-
-    def __init__(self) -> None:
-        self._stop = threading.Event()
-        self._stopped_at = 0.0
-        self._shutting_down = threading.Lock()
-        self._bound: tuple[Connection[object] | AsyncConnection[object], float] | None = None
-        self._timer: threading.Timer | None = None
+    def __init__(self, stop: threading.Event | None = None) -> None:
+        self._stop = stop or threading.Event()
+        self._stopped_at = 0.0  # stays 0 if the program sets its own event: then all time is over at once
+        self._signalled_at = 0.0  # of the first signal; 0 before that
+        self.is_abandoned = False  # whether a second signal asked to end at once
 
     def is_set(self) -> bool:
         return self._stop.is_set()
 
     def stopped_for(self) -> float:
-        """Return how many seconds ago it was stopped; 0 before that."""
+        """Return how many seconds ago it was stopped; 0 before that, and infinity once it is abandoned."""
+        if self.is_abandoned:
+            return math.inf
         return time.monotonic() - self._stopped_at if self._stop.is_set() else 0.0
 
     def out_of_time(self) -> bool:
         """Return whether the time to finish a batch after a stop is over."""
         return self.stopped_for() > GRACE
 
-    @contextmanager
-    def stop_deadline(
-        self, conn: Connection[object] | AsyncConnection[object], seconds: float
-    ) -> Iterator[None]:
-        """Shut the connection down if the block runs longer than so many seconds after a stop."""
-        self._bound = (conn, seconds)
-        if self._stop.is_set():
-            self._start_timer()
-        try:
-            yield
-        finally:
-            with self._shutting_down:
-                self._bound = None
-            if self._timer is not None:
-                self._timer.cancel()
+    def stop_deadline(self, conn: object, seconds: float) -> AbstractContextManager[None]:
+        """Return a block whose calls over the connection are given up some seconds after a stop: a lock, or
+        a server that does not answer, may keep them for any time."""
+
+        def deadline() -> float:
+            if self.is_abandoned:
+                return -math.inf
+            return self._stopped_at + seconds if self._stop.is_set() else math.inf
+
+        return until(conn, deadline)
 
     def _note_stop(self) -> None:
         if not self._stop.is_set():
             self._stopped_at = time.monotonic()
             self._stop.set()
-            self._start_timer()
 
-    def _start_timer(self) -> None:
-        bound = self._bound
-        if bound is not None:
-            conn, seconds = bound
-            self._timer = threading.Timer(max(0.0, seconds - self.stopped_for()), self._shut_down, [conn])
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _shut_down(self, conn: Connection[object] | AsyncConnection[object]) -> None:
-        with self._shutting_down:
-            if self._bound is None or self._bound[0] is not conn:
-                return
-            with suppress(psycopg.Error, OSError):
-                canceller = threading.Thread(target=_cancel, args=[conn], daemon=True)
-                canceller.start()  # so that the server does not wait on
-                canceller.join(self._CANCEL_TIMEOUT)
-                with socket.socket(fileno=os.dup(conn.fileno())) as same:
-                    same.shutdown(socket.SHUT_RDWR)
+    def _is_second_signal(self) -> bool:
+        """Take note of a signal, and return whether it asks to end at once. The terminal and a process
+        manager may both send the first one, within half a second."""
+        now = time.monotonic()
+        self._signalled_at = self._signalled_at or now
+        return now > self._signalled_at + GRACE
 
 
-def _cancel(conn: Connection[object] | AsyncConnection[object]) -> None:
-    with suppress(psycopg.Error):
-        conn.cancel()
+class Stopper(_Stop):
+    """Wait for notifications, and stop, in a thread. Setting the event `stop` is a stop, too."""
 
-
-class Stopper(_StopDeadline):
-    """Wait for notifications, and stop, in a thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, stop: threading.Event | None = None) -> None:
+        super().__init__(stop)
         self._writer: socket.socket | None = None
         self._reader: socket.socket | None = None
         self._interruptible = False
         self._signalling = threading.Lock()
         self._catching = False
-        self._timing = False  # a signal has come, and another one will
+        self._resending = False  # whether the next signal is `_signal_again`
 
     def set(self) -> None:
         self._note_stop()
         self.wake()
+
+    def abandon(self) -> None:
+        """Stop at once, without what still runs."""
+        self.is_abandoned = True
+        self.set()
 
     def wake(self) -> None:
         """Make a `wait` return, the one that runs or the next."""
@@ -172,11 +152,11 @@ class Stopper(_StopDeadline):
 
     def call(self, work: Callable[[], object]) -> None:
         """Run `work`; what outlives a stop by signal is interrupted."""
-        self._interruptible = True
+        outer, self._interruptible = self._interruptible, True
         try:
             work()
         finally:
-            self._interruptible = False
+            self._interruptible = outer
 
     def give_up_after(self, seconds: float, work: Callable[[], object]) -> None:
         """Run `work` in a thread: HandlerInterrupted so many seconds after a stop, or by a signal."""
@@ -206,22 +186,27 @@ class Stopper(_StopDeadline):
         return call(handler, *args)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.out_of_time():
-            if self._interruptible:
-                raise HandlerInterrupted(f"interrupted by {signal.Signals(signum).name}")
-        elif not self._timing:
-            self._timing = True
+        is_first = self._signalled_at == 0
+        if self._resending:
+            self._resending = False
+        elif self._is_second_signal():
+            self.abandon()
+        elif not self.out_of_time():
             self.set()
-            after = GRACE + 0.05 - self.stopped_for()
-            timer = threading.Timer(after, self._signal_again, (threading.get_ident(), signum))
-            timer.daemon = True
-            timer.start()
+            if is_first:
+                after = GRACE + 0.05 - self.stopped_for()
+                timer = threading.Timer(after, self._signal_again, (threading.get_ident(), signum))
+                timer.daemon = True
+                timer.start()
+        if self.out_of_time() and self._interruptible:
+            raise HandlerInterrupted(f"interrupted by {signal.Signals(signum).name}")
 
     def _signal_again(self, thread: int, signum: int) -> None:
         # A real signal, because that alone ends a sleep or a system call; only while our own handler is in
         # place.
         with self._signalling:
             if self._catching and hasattr(signal, "pthread_kill"):
+                self._resending = True
                 signal.pthread_kill(thread, signum)
 
     @contextmanager
@@ -259,7 +244,7 @@ class Stopper(_StopDeadline):
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-class AsyncStopper(_StopDeadline):
+class AsyncStopper(_Stop):
     """Wait for notifications, and stop, in an event loop. Everything but `set` and `is_set` belongs to that
     loop."""
 
@@ -269,11 +254,15 @@ class AsyncStopper(_StopDeadline):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Future[HandlerInterrupted | None] | None = None
         self._cancelling = False  # Python 3.10 does not tell it of a task
-        self._timing = False  # a signal has come, and the time for the batch in hand runs
 
     def set(self) -> None:
         self._note_stop()
         self.wake()
+
+    def abandon(self) -> None:
+        """Stop at once, without what still runs."""
+        self.is_abandoned = True
+        self.set()
 
     def wake(self) -> None:
         """Make a `wait` return, the one that runs or the next."""
@@ -333,6 +322,7 @@ class AsyncStopper(_StopDeadline):
             return None
 
         self._cancelling = False
+        outer = self._task
         task = self._task = asyncio.ensure_future(run())
         try:
             interrupted = await asyncio.shield(task)
@@ -345,7 +335,7 @@ class AsyncStopper(_StopDeadline):
                 await task
             raise
         finally:
-            self._task = None
+            self._task = outer
         if interrupted is not None:
             raise interrupted
 
@@ -388,12 +378,16 @@ class AsyncStopper(_StopDeadline):
                 self._loop.call_soon_threadsafe(self._on_signal)
 
     def _on_signal(self) -> None:
+        is_first = self._signalled_at == 0
+        if self._is_second_signal():
+            self.abandon()
+        elif not self.out_of_time():
+            self.set()
+            if is_first:
+                left = GRACE + 0.05 - self.stopped_for()
+                asyncio.get_running_loop().call_later(left, self._interrupt)
         if self.out_of_time():
             self._interrupt()
-        elif not self._timing:
-            self._timing = True
-            self.set()
-            asyncio.get_running_loop().call_later(GRACE + 0.05 - self.stopped_for(), self._interrupt)
 
     def _interrupt(self) -> None:
         if self._task is not None:

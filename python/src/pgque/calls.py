@@ -109,6 +109,7 @@ def receive(
     worker: str | None = None,
     visibility_timeout: Seconds | None = None,
     ack_batch: int | None = None,
+    max_bytes: int | None = _statements.MAX_BYTES,
     decoder: Decoder | None = None,
 ) -> list[Message]:
     """Return the next batch, at most `max_messages` long, or [] if there is none. Calls `pgque.receive`.
@@ -119,7 +120,9 @@ def receive(
     """
     _payloads.check_functions(decoder=decoder)
     make: Callable[..., Message] = _payloads.message_maker(Message, decoder)
-    call, params = _statements.receive(queue, consumer, max_messages, worker, visibility_timeout, ack_batch)
+    call, params = _statements.receive(
+        queue, consumer, max_messages, worker, visibility_timeout, ack_batch, max_bytes
+    )
     with _otel.timed("receive", queue, consumer):
         rows = run(conn, f"select {_portable.MESSAGE} from {call} as m", params)
     return [_portable.message(row, make) for row in rows]

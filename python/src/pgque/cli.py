@@ -29,7 +29,10 @@ from ._cli import (
     EXIT_CODES,
     EXIT_NOTHING,
     as_dict,
+    command_timeout,
+    command_timeout_option,
     confirm,
+    connect,
     dsn_option,
     dump,
     echo,
@@ -39,7 +42,6 @@ from ._cli import (
     yes_option,
 )
 from ._version import __version__
-from .client import connect
 from .errors import PgqueError
 from .install import install as install_sql
 from .install import sql_text
@@ -109,6 +111,7 @@ The Tab key completes commands and options after this line in the shell's start 
     cls=_Group, epilog=EXIT_CODES + _COMPLETION, context_settings={"help_option_names": ["-h", "--help"]}
 )
 @click.version_option(__version__, prog_name="pgque")
+@command_timeout_option
 def main() -> None:
     """Message queue and event log inside PostgreSQL."""
 
@@ -168,7 +171,7 @@ def ticker(dsn: str, quiet: bool, systemd_unit: bool) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    run_ticker(dsn, stop)
+    run_ticker(dsn, stop, command_timeout=command_timeout())
 
 
 @main.command(epilog=EXIT_CODES)

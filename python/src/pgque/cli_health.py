@@ -13,8 +13,8 @@ from datetime import timedelta
 
 import click
 
-from ._cli import EXIT_NOTHING, as_dict, dsn_option, dump, echo, length_option
-from .client import PgqueClient, connect
+from ._cli import EXIT_NOTHING, as_dict, connect, dsn_option, dump, echo, length_option
+from .client import PgqueClient
 from .errors import PgqueError
 from .types import HealthCheck
 
@@ -177,7 +177,7 @@ def start(dsn: str, wait: timedelta) -> None:
     with connect(dsn) as client:
         client.start()
     deadline = time.monotonic() + wait.total_seconds()
-    with PgqueClient.connect(dsn, autocommit=True) as client:
+    with connect(dsn, autocommit=True) as client:
         while True:
             states = _states(client)
             runs, fails = states["ticker"][0] == "running", states["scheduler"][0] == "failing"

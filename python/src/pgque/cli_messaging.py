@@ -14,6 +14,7 @@ from ._cli import (
     EXIT_NOTHING,
     age,
     as_dict,
+    connect,
     dsn_option,
     dump,
     echo,
@@ -24,7 +25,6 @@ from ._cli import (
     read_input,
     warn_unread,
 )
-from .client import connect
 from .types import Message, Outcome
 
 P = ParamSpec("P")
@@ -171,10 +171,11 @@ def receive(
     """
     if sys.stdout is None:
         raise click.UsageError("standard output is closed: nothing can be printed")
-    with connect(dsn, autocommit=True) as client:
+    with connect(dsn) as client:
         batch = client.receive(
             queue, consumer, max_messages, worker=worker, visibility_timeout=visibility_timeout
         )
+        client.conn.commit()
         for message in batch:
             echo(dump(as_dict(message)) if as_json else _text(message))
         sys.stdout.flush()

@@ -14,8 +14,7 @@ from types import FrameType
 import click
 
 from . import monitoring as files
-from ._cli import Address, dsn_option, echo, json_option, parsed_address, print_rows
-from .client import connect
+from ._cli import Address, command_timeout, connect, dsn_option, echo, json_option, parsed_address, print_rows
 from .errors import PgqueError, is_permanent, one_line
 
 
@@ -63,10 +62,10 @@ def _for_prometheus(dsn: str, address: Address | None, token: str | None) -> Non
             hint='pip install "./python[metrics]" (in the repository of pgque)',
         ) from error
     if address is None:
-        echo(exporters.render(dsn).decode().removesuffix("\n"))
+        echo(exporters.render(dsn, command_timeout=command_timeout()).decode().removesuffix("\n"))
         return
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stderr)
-    with closing(exporters.Exporter(dsn)) as exporter:
+    with closing(exporters.Exporter(dsn, command_timeout=command_timeout())) as exporter:
         try:
             exporter.check()
         except PgqueError as error:

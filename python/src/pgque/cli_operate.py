@@ -9,6 +9,7 @@ import click
 
 from ._cli import (
     confirm,
+    connect,
     dsn_option,
     dump,
     echo,
@@ -20,7 +21,6 @@ from ._cli import (
     print_table,
     yes_option,
 )
-from .client import connect
 
 # -- queues ------------------------------------------------------------------
 

@@ -7,9 +7,8 @@ from datetime import datetime, timedelta
 
 import click
 
-from ._cli import dsn_option, echo, json_option, length_option, print_rows, read_input
+from ._cli import connect, dsn_option, echo, json_option, length_option, print_rows, read_input
 from .cli_messaging import pairs
-from .client import connect
 
 _SHOWN = (
     "name",

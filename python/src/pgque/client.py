@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TypeVar, overload
@@ -21,9 +21,10 @@ from psycopg_pool import ConnectionPool
 from . import _encode, _otel, _payloads, _statements
 from ._decode import reading
 from ._direct import is_direct
-from ._dsn import given_or_default
+from ._dsn import given_or_default, with_keepalives
 from ._encode import MessageOrId
 from ._json import Encoder
+from ._limit import COMMAND_TIMEOUT, LimitedConnection, check_command_timeout, within
 from ._payloads import Decoder
 from ._renamed import Renamed
 from ._version import __version__
@@ -120,13 +121,19 @@ class PgqueClient:
         autocommit: bool = False,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> PgqueClient:
         """Open a connection and return a client of it; see `connect`."""
         _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_command_timeout(command_timeout)
         try:
-            conn = Connection.connect(
-                given_or_default(dsn), autocommit=autocommit, row_factory=tuple_row, prepare_threshold=None
+            conn = LimitedConnection.connect(
+                with_keepalives(given_or_default(dsn)),
+                autocommit=autocommit,
+                row_factory=tuple_row,
+                prepare_threshold=None,
             )
+            conn.command_timeout = command_timeout
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         client = cls(conn, encoder=encoder, decoder=decoder)
@@ -136,7 +143,7 @@ class PgqueClient:
         except BaseException:
             conn.close()
             raise
-        if _checked.get(conn):
+        if client._is_direct:
             conn.prepare_threshold = prepare_threshold()
         return client
 
@@ -395,6 +402,7 @@ class PgqueClient:
         worker: str | None = None,
         visibility_timeout: Seconds | None = None,
         ack_batch: int | None = None,
+        max_bytes: int | None = _statements.MAX_BYTES,
     ) -> list[Message]:
         """Return the next batch, at most `max_messages` long, or [] if there is none. Calls `pgque.receive`.
 
@@ -405,10 +413,13 @@ class PgqueClient:
 
         `ack_batch` acknowledges that batch first, in the same transaction.
 
+        A new batch ends before its payloads and headers exceed `max_bytes`, with at least one message; None
+        is no limit. The driver needs several times this memory.
+
         Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueQueueInUse, PgqueBadArgument.
         """
         call, params = _statements.receive(
-            queue, consumer, max_messages, worker, visibility_timeout, ack_batch
+            queue, consumer, max_messages, worker, visibility_timeout, ack_batch, max_bytes
         )
         with _otel.timed("receive", queue, consumer):
             return self._rows(f"select {_MESSAGE} from {call} as m", params, self._make_message)
@@ -493,9 +504,10 @@ class PgqueClient:
         return self._report("archive", batch_id, msgs)
 
     def release(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> int:
-        """Release messages of a worker's batch, None for all, and return their number. Calls `pgque.release`.
+        """Release messages of a batch, None for all, and return their number. Calls `pgque.release`.
 
-        Any worker can receive them at once. Raises PgqueBadArgument if the batch is not a worker's.
+        They can be received at once, by any worker of the consumer. A consumer without workers acknowledges
+        the batch afterwards, and receives the messages in another one.
         """
         sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.ids_or_none(msgs))})
         return self._value(
@@ -542,8 +554,8 @@ class PgqueClient:
         )
 
     def next_batch(self, queue: str, consumer: str) -> int | None:
-        """Open the next whole window as a batch and return its id, or None. Calls `pgque.next_batch`. Raises
-        PgqueQueueNotFound, PgqueConsumerNotFound."""
+        """Open the next window of whole ticks as a batch, up to `ticker_max_count` events, and return its id,
+        or None. Calls `pgque.next_batch`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
         return self._maybe(
             int,
             "select pgque.next_batch(%(queue)s::text, %(consumer)s::text)",
@@ -638,23 +650,26 @@ class PgqueClient:
         *,
         max_messages: int = 100,
         dead_interval: Seconds | None = None,
+        max_bytes: int | None = _statements.MAX_BYTES,
     ) -> list[Message]:
         """Return the next batch of one worker of a consumer, and register the worker on first use. Calls
         `pgque.receive_coop`.
 
         A worker has at most one batch. The batch of a worker that was silent for `dead_interval` seconds is
-        taken over. Raises PgqueQueueNotFound, PgqueQueueInUse, PgqueInvalidName, PgqueBadArgument.
+        taken over. `max_bytes` is that of `receive`. Raises PgqueQueueNotFound, PgqueQueueInUse,
+        PgqueInvalidName, PgqueBadArgument.
         """
         with _otel.timed("receive", queue, consumer):
             return self._rows(
                 f"select {_MESSAGE} from pgque.receive_coop(%(queue)s::text, %(consumer)s::text,"
-                " %(worker)s::text, %(max)s::int, %(dead)s::interval) as m",
+                " %(worker)s::text, %(max)s::int, %(dead)s::interval, %(bytes)s::bigint) as m",
                 {
                     "queue": queue,
                     "consumer": consumer,
                     "worker": subconsumer,
                     "max": max_messages,
                     "dead": _encode.interval(dead_interval),
+                    "bytes": max_bytes,
                 },
                 self._make_message,
             )
@@ -722,11 +737,12 @@ class PgqueClient:
     def drop_queue(self, queue: str, force: bool = False) -> int:
         """Drop a queue; `force` also drops its consumers and messages. Calls `pgque.drop_queue`. Raises
         PgqueQueueNotFound, PgqueQueueInUse."""
-        return self._value(
-            int,
-            "select pgque.drop_queue(%(queue)s::text, %(force)s::bool)",
-            {"queue": queue, "force": force},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                "select pgque.drop_queue(%(queue)s::text, %(force)s::bool)",
+                {"queue": queue, "force": force},
+            )
 
     def pause(self, queue: str) -> None:
         """Pause a queue: senders get PgqueQueueDisabled, consumers still receive. Calls `pgque.pause`. Raises
@@ -787,12 +803,14 @@ class PgqueClient:
     def expire_messages(self, queue: str) -> int:
         """Delete expired messages from the retry queue, and return their number. Calls
         `pgque.expire_messages`."""
-        return self._value(int, "select pgque.expire_messages(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return self._value(int, "select pgque.expire_messages(%(queue)s::text)", {"queue": queue})
 
     def delete_expired(self, queue: str) -> int:
         """Delete dead letters whose message has expired since, and return their number. Calls
         `pgque.delete_expired`."""
-        return self._value(int, "select pgque.delete_expired(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return self._value(int, "select pgque.delete_expired(%(queue)s::text)", {"queue": queue})
 
     def set_schedule(self, job: str, every: Seconds | str) -> str:
         """Set how often the job "expire" or "delete_expired" runs; "" turns it off. Calls
@@ -826,7 +844,8 @@ class PgqueClient:
 
     def maint(self) -> None:
         """Do all maintenance that is due: retries, rotation, retention. Calls `pgque.maint`."""
-        self._run("select pgque.maint()")
+        with self._unlimited():
+            self._run("select pgque.maint()")
 
     def start(self) -> None:
         """Schedule the ticker with pg_cron. Calls `pgque.start`. Raises PgqueNoScheduler if pg_cron is
@@ -1073,11 +1092,12 @@ class PgqueClient:
         Its position and its pending retries stay. Its open batch goes to the workers. Raises
         PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers.
         """
-        return self._value(
-            int,
-            "select pgque.share_consumer(%(queue)s::text, %(consumer)s::text)",
-            {"queue": queue, "consumer": consumer},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                "select pgque.share_consumer(%(queue)s::text, %(consumer)s::text)",
+                {"queue": queue, "consumer": consumer},
+            )
 
     def unshare_consumer(self, queue: str, consumer: str) -> int:
         """Turn a pool of workers into a consumer that reads on its own: return 1, or 0 if it is one. Calls
@@ -1087,20 +1107,22 @@ class PgqueClient:
         PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers or
         `keyed_order`.
         """
-        return self._value(
-            int,
-            "select pgque.unshare_consumer(%(queue)s::text, %(consumer)s::text)",
-            {"queue": queue, "consumer": consumer},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                "select pgque.unshare_consumer(%(queue)s::text, %(consumer)s::text)",
+                {"queue": queue, "consumer": consumer},
+            )
 
     def retry_now(self, queue: str, consumer: str) -> int:
         """Make every message of a consumer in state retry due now, and return their number. Calls
         `pgque.retry_now`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
-        return self._value(
-            int,
-            "select pgque.retry_now(%(queue)s::text, %(consumer)s::text)",
-            {"queue": queue, "consumer": consumer},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                "select pgque.retry_now(%(queue)s::text, %(consumer)s::text)",
+                {"queue": queue, "consumer": consumer},
+            )
 
     def list_messages(
         self,
@@ -1170,7 +1192,8 @@ class PgqueClient:
         Dead letters and the archive stay. Returns how many messages the slowest consumer had ahead of it.
         Raises PgqueQueueNotFound.
         """
-        return self._value(int, "select pgque.purge(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return self._value(int, "select pgque.purge(%(queue)s::text)", {"queue": queue})
 
     def purge_key(self, queue: str, key: str) -> int:
         """Remove the pending message with a key and return 1, or 0 if there is none. Calls `pgque.purge_key`.
@@ -1192,7 +1215,8 @@ class PgqueClient:
     def archive_poison(self, queue: str) -> int:
         """Move the dead letters that `list_poison` returns to the archive, and return their number. Calls
         `pgque.archive_poison`."""
-        return self._value(int, "select pgque.archive_poison(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return self._value(int, "select pgque.archive_poison(%(queue)s::text)", {"queue": queue})
 
     def archive_list(
         self,
@@ -1243,11 +1267,12 @@ class PgqueClient:
     def archive_purge(self, queue: str, before: datetime) -> int:
         """Delete the days (UTC) of the archive that ended before a time, and return their number. Calls
         `pgque.archive_purge`. A datetime without time zone is local time."""
-        return self._value(
-            int,
-            "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
-            {"queue": queue, "before": _encode.moment(before)},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
+                {"queue": queue, "before": _encode.moment(before)},
+            )
 
     # -- dead letters
     # --------------------------------------------------------------------------------------------------
@@ -1324,9 +1349,10 @@ class PgqueClient:
         PgqueQueueNotFound.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
-        return self._value(
-            int, f"select pgque.dlq_requeue_all(%(queue)s::text{named})", {"queue": queue, **params}
-        )
+        with self._unlimited():
+            return self._value(
+                int, f"select pgque.dlq_requeue_all(%(queue)s::text{named})", {"queue": queue, **params}
+            )
 
     def dlq_replay(self, dl_id: int) -> int:
         """Send a dead letter to every consumer as a new message, and return the new id. Calls
@@ -1346,11 +1372,12 @@ class PgqueClient:
         that `dlq_reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFound.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
-        return self._row(
-            f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text{named}) as r",
-            {"queue": queue, **params},
-            ReplayResult,
-        )
+        with self._unlimited():
+            return self._row(
+                f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text{named}) as r",
+                {"queue": queue, **params},
+                ReplayResult,
+            )
 
     def dlq_purge(
         self, queue: str, older_than: Seconds = timedelta(days=30), reason: str | None = None
@@ -1362,11 +1389,12 @@ class PgqueClient:
         Raises PgqueQueueNotFound, PgqueBadArgument.
         """
         named, params = _encode.arguments({"reason": ("text", reason)})
-        return self._value(
-            int,
-            f"select pgque.dlq_purge(%(queue)s::text, %(age)s::interval{named})",
-            {"queue": queue, "age": _encode.interval(older_than), **params},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                f"select pgque.dlq_purge(%(queue)s::text, %(age)s::interval{named})",
+                {"queue": queue, "age": _encode.interval(older_than), **params},
+            )
 
     # -- how a call is made
     # --------------------------------------------------------------------------------------------
@@ -1403,6 +1431,10 @@ class PgqueClient:
     ) -> list[Outcome]:
         call, params = _statements.outcomes(function, batch_id, msgs, options)
         return self._rows(f"select {_statements.OUTCOME} from {call} as o", params, Outcome)
+
+    def _unlimited(self) -> AbstractContextManager[None]:
+        """Return a block whose calls may take any time, as their work grows with the queue."""
+        return within(self._conn, None)
 
     def _rows(self, sql: str, params: Mapping[str, object], make: Callable[..., T]) -> list[T]:
         """Run one statement and return each row as a `make`, with the columns as its arguments."""
@@ -1443,10 +1475,15 @@ class PgqueClient:
         except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
 
+    @property
+    def _is_direct(self) -> bool:
+        """Whether the connection is known to lead directly to the server."""
+        return _checked.get(self._conn, False)
+
     def _prepare(self) -> bool | None:
         """Return whether psycopg prepares a statement: as the connection is set, where it is direct; else
         never, because behind a pooler the name of a prepared statement can be that of another client's."""
-        return None if _checked.get(self._conn) and prepare_threshold() is not None else False
+        return None if self._is_direct and prepare_threshold() is not None else False
 
     def _error(self, error: psycopg.Error | UnicodeEncodeError, params: Mapping[str, object]) -> PgqueError:
         queue = params.get("queue")
@@ -1469,6 +1506,7 @@ def connect(
     autocommit: bool = False,
     encoder: Encoder | None = None,
     decoder: Decoder | None = None,
+    command_timeout: float | None = COMMAND_TIMEOUT,
 ) -> PgqueClient:
     """Connect to a database that has pgque, and return a client.
 
@@ -1481,6 +1519,13 @@ def connect(
     leads directly to the server: behind a pooler in transaction mode the name of a prepared statement can be
     that of another client's.
 
+    A call that the server does not answer for `command_timeout` seconds raises PgqueConnectionError, and the
+    connection is closed; None is no limit. The limit counts for your own statements on `conn` as well. It
+    does not count for calls that are long by nature: `maint`, `drop_queue`, `purge`, and those that move or
+    delete all dead letters or archived messages of a queue.
+
     Raises PgqueConnectionError, and PgqueVersionError if the database has no pgque or an unknown version.
     """
-    return PgqueClient.connect(dsn, autocommit=autocommit, encoder=encoder, decoder=decoder)
+    return PgqueClient.connect(
+        dsn, autocommit=autocommit, encoder=encoder, decoder=decoder, command_timeout=command_timeout
+    )

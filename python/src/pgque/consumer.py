@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator, Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import psycopg
@@ -19,21 +21,26 @@ from psycopg import Connection
 from psycopg.pq import PipelineStatus, TransactionStatus
 
 from . import _otel, _payloads, _telemetry
-from ._batches import ACK, MessageOutcome, failure_outcome, outcome_of
-from ._connection import Progress, keep_connected, open_client
+from ._batches import ACK, RELEASE, MessageOutcome, Statement, failure_outcome, outcome_of, touch
+from ._concurrency import SingleRun
+from ._connection import Progress, keep_connected, open_client, open_client_before
 from ._encode import interval, total_seconds
 from ._handlers import Handlers, check_handler
 from ._json import Encoder
+from ._leases import Heartbeat, kept
+from ._limit import COMMAND_TIMEOUT, check_command_timeout, within
 from ._listen import TickWatch, listen
 from ._min_interval import check_min_interval, next_receive_at
 from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
+from ._statements import MAX_BYTES
 from ._stopper import GRACE, Stopper, HandlerInterrupted
 from .client import PgqueClient
 from .errors import (
     PgqueBadArgument,
     PgqueBatchNotFound,
     PgqueConnectionError,
+    PgqueConsumerNotFound,
     PgqueError,
     PgquePayloadError,
     PgqueQueueInUse,
@@ -79,6 +86,8 @@ _LEFT_OPEN = (
     " leave the with block of a COPY"
 )
 
+_ENDED = "the process that handled this message ended before it reported an outcome"
+
 _NOT_FOR_CONSUMER = (
     "Start a pgque.Worker for this consumer, or give the Consumer another: client.subscribe(queue, name)."
     " To take it from its workers, unsubscribe and subscribe it again; its pending retries are lost."
@@ -96,6 +105,7 @@ class _HandledBatch:
     batch_id: int
     failed: dict[MessageOutcome, list[int]]
     is_whole: bool = True  # otherwise the rest of the batch is delivered again
+    ended_by: BaseException | None = None  # what ended the consumer in the middle of the batch
 
 
 class Consumer:
@@ -108,12 +118,15 @@ class Consumer:
 
         consumer.run()
 
-    Usually no transaction is open while a handler runs, and the messages of a batch that was interrupted are
-    redelivered: handlers must bear that. With `transactional=True`, a handler gets the message and the
-    connection, and its writes through that connection are committed together with the ack: exactly once. If
-    such a handler catches an error of the database and goes on, it needs a savepoint around the statement:
-    `conn.transaction()`; otherwise the message has failed. Deferred constraints are checked after each
-    message, and only the message that violates one is rejected.
+    Usually no transaction is open while a handler runs, and if the process is killed, the messages of its
+    batch are redelivered, one at a time: handlers must bear that. A message that ends the process again and
+    again is rejected each time, and is dead after `max_retries`.
+
+    With `transactional=True`, a handler gets the message and the connection, and its writes through that
+    connection are committed together with the ack: exactly once. If such a handler catches an error of the
+    database and goes on, it needs a savepoint around the statement: `conn.transaction()`; otherwise the
+    message has failed. Deferred constraints are checked after each message, and only the message that
+    violates one is rejected.
 
     If a handler raises, its message is redelivered after `retry_after` seconds, with the text of the error as
     reason. After the queue's `max_retries` it becomes a dead letter. A handler may also return or raise
@@ -132,6 +145,8 @@ class Consumer:
         name: the earlier name of this argument.
         poll_interval: seconds between polls of the queue when no notification comes.
         max_messages: most messages in one batch.
+        max_bytes: most bytes of payloads and headers in one batch, which has at least one message; None is no
+            limit.
         min_interval: least seconds from the receive of one batch to the next receive, at most a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
             `min_interval` after it was sent. The ack comes before the pause.
@@ -147,6 +162,8 @@ class Consumer:
         decoder: as of a client, for the messages that handlers get.
         bad_payload: outcome if a handler raises PgquePayloadError, or the payload does not fit its model:
             "dead" gives the message up, with the reason; "retry" treats it as any error.
+        command_timeout: seconds in which the server has to answer each call; then the consumer connects
+            again. It does not count for the statements of a handler with `transactional=True`.
     """
 
     def __init__(
@@ -158,6 +175,7 @@ class Consumer:
         name: str | None = None,
         poll_interval: float = 30,
         max_messages: int = 100,
+        max_bytes: int | None = MAX_BYTES,
         min_interval: float = 0,
         retry_after: Seconds = 60,
         unknown_handler_policy: Literal["nack", "ack"] = "nack",
@@ -167,6 +185,7 @@ class Consumer:
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
         bad_payload: BadPayload = "dead",
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if consumer is None:
             consumer = name
@@ -182,15 +201,19 @@ class Consumer:
             raise ValueError("poll_interval must be more than 0 seconds")
         if max_messages < 1:
             raise ValueError("max_messages must be at least 1")
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError("max_bytes must be at least 1")
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         _payloads.check_bad_payload(bad_payload)
+        check_command_timeout(command_timeout)
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
         self.poll_interval = poll_interval
         self.max_messages = max_messages
+        self.max_bytes = max_bytes
         self.min_interval = min_interval
         self.retry_after = retry_after
         self.unknown_handler_policy = unknown_handler_policy
@@ -200,16 +223,21 @@ class Consumer:
         self.encoder = encoder
         self.decoder = decoder
         self.bad_payload = bad_payload
+        self.command_timeout = command_timeout
         self._handlers: Handlers[Handler | TransactionalHandler] = Handlers(
-            "Consumer", "@consumer.handler", check_handler, consumer, log
+            "Consumer", "@consumer.handler", check_handler, consumer, log, 2 if transactional else 1
         )
         self._stopper = Stopper()
         self._notified = False
-        self._touched_at = 0.0
+        self._lease: _SignOfLife | None = None  # of the batch of a subconsumer
         self._due_at = 0.0  # the earliest time of the next receive, by the monotonic clock
         # The last batch, until its outcomes are reported; it survives a lost connection.
         self._unreported: _HandledBatch | None = None
         self._settings = QueueSettings(queue)
+        self._single = SingleRun("consumer", self._stopper)
+        self._is_new = True  # nothing was received yet
+        self._left_open: int | None = None  # the batch that an earlier process had
+        self._alone = 0  # how many of the next messages are received one at a time
 
     def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" is all types without one. The
@@ -222,8 +250,9 @@ class Consumer:
 
         Signals are caught in the main thread only, for all workers and consumers that run there. The previous
         handlers are restored when the last of them ends; a handler that the program gave to its event loop is
-        called as well. The consumer has half a second to finish its batch. Then it releases the whole batch,
-        and a running handler is interrupted with HandlerInterrupted. With `catch_signals=False`, signals are
+        called as well. The consumer has half a second to finish its batch. Then a running handler is
+        interrupted with HandlerInterrupted, the outcomes of the messages that were handled are reported, and
+        the other messages are released. With `catch_signals=False`, signals are
         left to the program, such as a web server, which calls `stop()`.
 
         After a fault of the database the consumer connects again, after a growing random pause, without
@@ -232,9 +261,14 @@ class Consumer:
         Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFound,
         PgqueConsumerNotFound, PgquePermissionDenied; PgqueBadArgument without a handler, unless
         `unknown_handler_policy` is "ack", or if the consumer has workers; PgqueQueueInUse if a consumer that
-        reads on its own, or has workers, is given a subconsumer.
+        reads on its own, or has workers, is given a subconsumer. Raises PgqueError while the object runs
+        already, and after it was stopped.
         """
         self._handlers.check_any(self.unknown_handler_policy)
+        with self._single.once(), self._leases_kept():
+            self._run_here(catch_signals)
+
+    def _run_here(self, catch_signals: bool) -> None:
         with self._stopper.running(catch_signals):
             try:
                 keep_connected(
@@ -247,7 +281,8 @@ class Consumer:
                 )
             except HandlerInterrupted:
                 log.warning(
-                    "consumer %s of queue %s stopped in the middle of a batch, which is redelivered",
+                    "consumer %s of queue %s stopped in the middle of a batch: messages that it had not"
+                    " finished are redelivered",
                     self.consumer,
                     self.queue,
                 )
@@ -256,10 +291,10 @@ class Consumer:
                 raise
 
     def stop(self) -> None:
-        """Make `run` return soon, for good; callable from any thread.
+        """Make `run` return soon, for good; callable from any thread. After it, `run` raises PgqueError.
 
-        The batch is finished if that takes less than half a second. Otherwise the whole batch is released
-        after the running handler has returned.
+        The batch is finished if that takes less than half a second. Otherwise the messages that were not
+        started are released after the running handler has returned.
         """
         self._stopper.set()
 
@@ -272,16 +307,28 @@ class Consumer:
     on = handler
     start = run
 
+    def _leases_kept(self) -> AbstractContextManager[None]:
+        if self.subconsumer is None or self.dead_interval is None:
+            return nullcontext()  # a batch of a consumer that reads alone does not expire
+        name = f"subconsumer {self.subconsumer} of queue {self.queue}"
+        return kept(self.dsn, name, total_seconds(self.dead_interval), self._leases, Heartbeat())
+
+    def _leases(self) -> list[_SignOfLife]:
+        lease = self._lease
+        return [] if lease is None else [lease]
+
     def _is_done(self) -> bool:
         return self._stopper.is_set() and (self._unreported is None or self._stopper.out_of_time())
 
     def _session(self, progress: Progress) -> None:
         """Consume over one connection. Progress is a batch that was handled, or an empty queue."""
-        name = f"pgque {self.queue}/{self.subconsumer or self.consumer}"
-        with open_client(self.dsn, name, encoder=self.encoder, decoder=self.decoder) as client:
+        with self._connected() as client:
             client.conn.add_notify_handler(self._on_notify)
             self._settings = listen(client, self.queue)
             watch = TickWatch(self.queue, log)
+            if self._is_new:
+                self._left_open = self._open_batch(client)
+                self._is_new = False
             while not self._stopper.is_set():
                 pause = self._due_at - time.monotonic()
                 if pause > 0:
@@ -292,11 +339,15 @@ class Consumer:
                     continue
                 self._notified = False
                 received_at = time.monotonic()
-                batch = self._receive(client)
-                if batch:
+                count = 1 if self._alone > 0 else self.max_messages
+                batch = self._receive(client, count)
+                self._alone = max(0, self._alone - 1) if batch else 0
+                if batch and batch[0].batch_id == self._left_open:
+                    self._put_back(client, batch)
+                elif batch:
                     watch.reset()
                     self._handle_batch(client, batch)
-                    self._due_at = next_receive_at(received_at, self.min_interval, batch, self.max_messages)
+                    self._due_at = next_receive_at(received_at, self.min_interval, batch, count)
                     if batch[0].queue != self._settings.name:  # it was renamed
                         self._settings = listen(client, self.queue)
                 progress.made = True
@@ -306,28 +357,86 @@ class Consumer:
             with self._stopper.stop_deadline(client.conn, _STOP_TIMEOUT):
                 self._report(client)
 
+    @contextmanager
+    def _connected(self) -> Iterator[PgqueClient]:
+        """Connect. Neither that nor a call over the connection takes long after a stop."""
+        name = f"pgque {self.queue}/{self.subconsumer or self.consumer}"
+        opening = partial(
+            open_client,
+            self.dsn,
+            name,
+            encoder=self.encoder,
+            decoder=self.decoder,
+            read_committed=not self.transactional,  # a handler writes at the isolation level of its database
+            command_timeout=self.command_timeout,
+        )
+        client = open_client_before(self._stopper, _STOP_TIMEOUT, opening)
+        try:
+            with self._stopper.stop_deadline(client.conn, _STOP_TIMEOUT):
+                yield client
+        finally:
+            client.close()
+
     def _on_notify(self, notify: psycopg.Notify) -> None:
         # Comes in with the answer to another statement: the batch may have been ticked after that statement
         # looked.
         self._notified = True
 
-    def _receive(self, client: PgqueClient) -> list[Message]:
+    def _open_batch(self, client: PgqueClient) -> int | None:
+        """Return the batch that is open before this process has received one."""
+        name = self.consumer if self.subconsumer is None else f"{self.consumer}.{self.subconsumer}"
+        try:
+            found = client.get_consumer_info(self.queue, name)
+        except PgqueConsumerNotFound:
+            return None  # of a subconsumer, which its first receive registers
+        return next((info.current_batch for info in found if info.current_batch is not None), None)
+
+    def _put_back(self, client: PgqueClient, batch: list[Message]) -> None:
+        """Put the messages back that an earlier process left when it was killed, perhaps by a handler.
+
+        It is not known which of them was handled then, so they are received one at a time from now on: if one
+        of them ends this process too, the next process finds it alone. A message that is found alone is
+        rejected, so that it is dead after the queue's `max_retries`.
+        """
+        ids = [message.msg_id for message in batch]
+        if len(ids) == 1:
+            outcome = MessageOutcome("nack", interval(self.retry_after), _ENDED)
+            log.warning("message %s of queue %s is rejected: %s", ids[0], self.queue, _ENDED)
+        else:
+            outcome = RELEASE
+            self._alone = len(ids)
+            log.warning(
+                "the process that had batch %s of queue %s ended before it reported the outcomes: its %s"
+                " messages are received one at a time, so that one that ends the process is found",
+                batch[0].batch_id,
+                self.queue,
+                len(ids),
+            )
+        self._unreported = _HandledBatch(batch[0].batch_id, {outcome: ids})
+        self._report(client)
+
+    def _receive(self, client: PgqueClient, count: int) -> list[Message]:
         with self._stopper.stop_deadline(client.conn, _STOP_TIMEOUT):
             if self.subconsumer is not None:
                 self._report(client)
-                self._touched_at = time.monotonic()
-                return client.receive_coop(
+                lease = _SignOfLife(self.queue, self.consumer, self.subconsumer)
+                batch = client.receive_coop(
                     self.queue,
                     self.consumer,
                     self.subconsumer,
-                    max_messages=self.max_messages,
+                    max_messages=count,
                     dead_interval=self.dead_interval,
+                    max_bytes=self.max_bytes,
                 )
+                self._lease = lease if batch else None
+                return batch
             if self._unreported is not None and self._unreported.failed:
                 self._report(client)
             finished = None if self._unreported is None else self._unreported.batch_id
             try:
-                batch = client.receive(self.queue, self.consumer, self.max_messages, ack_batch=finished)
+                batch = client.receive(
+                    self.queue, self.consumer, count, ack_batch=finished, max_bytes=self.max_bytes
+                )
             except (PgqueBadArgument, PgqueQueueInUse) as error:
                 raise type(error)(
                     error.args[0], sqlstate=error.sqlstate, hint=_NOT_FOR_CONSUMER, queue=self.queue
@@ -358,7 +467,8 @@ class Consumer:
                 if failure.action == "dead":
                     outcomes = client.dead(handled.batch_id, ids, failure.reason)
                 elif failure.action == "release":
-                    outcomes = _release(client, handled.batch_id, ids)
+                    client.release(handled.batch_id, ids)
+                    outcomes = []
                 else:
                     outcomes = client.nack(handled.batch_id, ids, failure.retry_after, failure.reason)
                 refused += [outcome for outcome in outcomes if not outcome.ok]
@@ -378,27 +488,48 @@ class Consumer:
         )
 
     def _handle_batch(self, client: PgqueClient, batch: list[Message]) -> None:
-        if not self.transactional:
-            self._unreported = self._handle_all(client, batch)
-            return
+        """Handle a batch and, where the acks belong to the transaction of the handlers or the consumer ends
+        meanwhile, report its outcomes. Raises what ended the consumer."""
+        handled: _HandledBatch | None = None
         try:
-            with client.conn.transaction():
-                self._nack_and_ack(client, self._handle_all(client, batch))
+            with ExitStack() as ending:
+                if self.transactional:
+                    with client.conn.transaction():
+                        handled = self._handle_all(client, batch)
+                        ending.enter_context(_bounded(client, handled))
+                        self._nack_and_ack(client, handled)
+                else:
+                    self._unreported = handled = self._handle_all(client, batch)
+                    ending.enter_context(_bounded(client, handled))
+                    if handled.ended_by is not None:
+                        self._report(client)
         except (_BatchLost, PgqueBatchNotFound):
             self._log_lost(batch[0].batch_id)
+        except (PgqueError, psycopg.Error) as error:
+            if handled is None or handled.ended_by is None:
+                raise
+            log.warning("batch %s could not be reported, and is redelivered: %s", handled.batch_id, error)
+        if handled is not None and handled.ended_by is not None:
+            raise handled.ended_by
 
     def _handle_all(self, client: PgqueClient, batch: list[Message]) -> _HandledBatch:
-        """Run the handlers of a batch."""
+        """Run the handlers of a batch. If the consumer ends meanwhile, the messages that are not finished are
+        released."""
         failed: dict[MessageOutcome, list[int]] = defaultdict(list)
         check = _constraint_check(client) if self.transactional else ""
-        for message in batch:
-            if self._stopper.out_of_time():
-                raise HandlerInterrupted
-            outcome = self._handle(client, message, check)
+        for number, message in enumerate(batch):
+            try:
+                if self._stopper.out_of_time():
+                    raise HandlerInterrupted
+                outcome = self._handle(client, message, check)
+            except Exception:
+                raise
+            except BaseException as error:
+                failed[RELEASE] += [left.msg_id for left in batch[number:]]
+                return _HandledBatch(batch[0].batch_id, failed, ended_by=error)
             _telemetry.note_outcome(message, self.consumer, outcome.action)
             if outcome != ACK:
                 failed[outcome].append(message.msg_id)
-            self._touch(client)
         return _HandledBatch(batch[0].batch_id, failed)
 
     def _handle(self, client: PgqueClient, message: Message, check: str) -> MessageOutcome:
@@ -412,7 +543,7 @@ class Consumer:
                 if self.transactional:
                     return self._handle_in_savepoint(client, handler, message, check)
                 return self._outcome(self._stopper.handle(handler, message))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self.transactional:
                 self._raise_if_lost(client, message, error)
             return self._outcome_of_error(message, error)
@@ -428,7 +559,11 @@ class Consumer:
         outcome of its message."""
         with client.conn.transaction() as savepoint:
             try:
-                outcome = self._outcome(self._stopper.handle(handler, message, client.conn))
+                with (
+                    within(client.conn, None),
+                    self._stopper.stop_deadline(client.conn, self.command_timeout or math.inf),
+                ):
+                    outcome = self._outcome(self._stopper.handle(handler, message, client.conn))
             finally:
                 # The next statement would wait for ever, also the rollback to the savepoint.
                 is_busy = _is_busy(client.conn)
@@ -448,7 +583,7 @@ class Consumer:
     def _outcome(self, returned: object) -> MessageOutcome:
         return outcome_of(returned, ACK, interval(self.retry_after))
 
-    def _outcome_of_error(self, message: Message, error: Exception) -> MessageOutcome:
+    def _outcome_of_error(self, message: Message, error: BaseException) -> MessageOutcome:
         """Return the outcome of a message whose handler raised."""
         if isinstance(error, HandlerOutcome):
             return self._outcome(error)
@@ -458,7 +593,7 @@ class Consumer:
         log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
         return failure_outcome(error, interval(self.retry_after), is_dead)
 
-    def _raise_if_lost(self, client: PgqueClient, message: Message, error: Exception) -> None:
+    def _raise_if_lost(self, client: PgqueClient, message: Message, error: BaseException) -> None:
         """Raise what takes the whole batch back, where that and not the handler is at fault."""
         if client.conn.broken:
             # Whatever the handler made of that: the batch is delivered again.
@@ -484,27 +619,32 @@ class Consumer:
             # Not the handler's fault, once: the next connection prepares nothing.
             raise from_psycopg(not_kept, self.queue) from error
 
-    def _touch(self, client: PgqueClient) -> None:
-        """Report that this worker is alive, before others may take it for dead."""
-        if self.subconsumer is None or self.dead_interval is None or self.transactional:
-            return
-        if time.monotonic() - self._touched_at > total_seconds(self.dead_interval) / 3:
-            self._touched_at = time.monotonic()
-            with suppress(PgqueConnectionError):  # the batch goes on, and is acknowledged over another one
-                client.touch_subconsumer(self.queue, self.consumer, self.subconsumer)
+
+def _bounded(client: PgqueClient, handled: _HandledBatch) -> AbstractContextManager[None]:
+    """Return a block that ends soon if the consumer ends: a lock or a standby may keep the report."""
+    if handled.ended_by is None:
+        return nullcontext()
+    stopper = Stopper()
+    stopper.set()
+    return stopper.stop_deadline(client.conn, _STOP_TIMEOUT)
 
 
-def _release(client: PgqueClient, batch_id: int, msg_ids: list[int]) -> list[Outcome]:
-    """Have messages redelivered at once, however often they were before.
+class _SignOfLife:
+    """What has to be extended before others may take a subconsumer for dead."""
 
-    The batch of a consumer that reads alone has no lease that `pgque.release` could end, so the messages go
-    through the retry queue, where each delivery counts."""
-    return client._rows(
-        "select i.id, pgque.event_retry(%(batch)s::bigint, i.id, 0) = 1, 'settled already'"
-        " from pg_catalog.unnest(%(ids)s::bigint[]) as i (id)",
-        {"batch": batch_id, "ids": msg_ids},
-        Outcome,
-    )
+    lost = False
+
+    def __init__(self, queue: str, consumer: str, subconsumer: str) -> None:
+        self._names = queue, consumer, subconsumer
+        self.extended_at = time.monotonic()
+
+    def extension(self, now: float, lock_timeout: float) -> Statement:
+        """Return the statement that gives the sign."""
+        return touch(*self._names, lock_timeout)
+
+    def note_extended(self, now: float, held: int | None) -> None:
+        """Take note that it was given."""
+        self.extended_at = now
 
 
 def _is_busy(conn: Connection[object]) -> bool:

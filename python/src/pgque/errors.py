@@ -10,6 +10,8 @@ import threading
 
 import psycopg
 
+from ._limit import NoAnswerError
+
 
 class PgqueError(Exception):
     """Report that a pgque call failed. Its text is the message and, on a second line, the hint.
@@ -71,8 +73,12 @@ class PgqueBadArgument(PgqueError, ValueError):
     """Report that an argument is out of range or unknown (PQ005)."""
 
 
-class PgquePayloadError(PgqueError, ValueError):
-    """Report that a payload does not fit the type that the program asked for, or cannot be decoded.
+class PgquePayloadError(PgqueBadArgument):
+    """Report that a payload cannot be sent or read.
+
+    Before it is sent: it has a character that the database cannot store, such as NUL or half of a surrogate
+    pair (22021, 22P05), also in another text of the call; or it is nested too deeply. After it was received:
+    it does not fit the type that the program asked for, or cannot be decoded.
 
     A worker or consumer dead-letters the message whose handler raises it, unless `bad_payload="retry"`. In a
     loop over `WorkQueue.messages` the program decides: `message.dead(str(error))`.
@@ -145,6 +151,9 @@ BY_SQLSTATE: dict[str, type[PgqueError]] = {
     "PQ015": PgqueTickNotFound,
     "PQ016": PgqueSinkEpochError,
     "42501": PgquePermissionDenied,
+    # A character that no text has, or that the encoding of the database lacks.
+    "22021": PgquePayloadError,
+    "22P05": PgquePayloadError,
 }
 
 # Lost or refused connections: class 08, a server that is going down or starting, too many connections.
@@ -203,10 +212,12 @@ def _is_not_kept(error: psycopg.Error) -> bool:
 def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     """Return the error of this package for a psycopg error, ready to be raised `from` it."""
     diag = error.diag
+    if isinstance(error, psycopg.DataError) and error.sqlstate is None:
+        return from_value(error, queue)  # before it was sent
     return from_fields(
         diag.message_primary or str(error).strip() or type(error).__name__,
         sqlstate=error.sqlstate,
-        hint=diag.message_hint,
+        hint=error.hint if isinstance(error, NoAnswerError) else diag.message_hint,
         context=diag.context,
         is_lost=isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
         and not isinstance(error, psycopg.errors.PipelineAborted),
@@ -243,20 +254,33 @@ def from_fields(
         hint = _GRANT_ROLE  # the server's own refusal, of the schema or a function
     elif sqlstate == _READ_ONLY:
         hint = hint or _PRIMARY
+    elif known is PgquePayloadError:
+        hint = hint or _SEND_BYTES
     if known is None:
         lost = is_lost if sqlstate is None else _is_connection_loss(sqlstate)
         known = PgqueConnectionError if lost else PgqueError
     return known(message, sqlstate=sqlstate, hint=hint, queue=queue)
 
 
-def from_encoding(error: UnicodeEncodeError, queue: str | None = None) -> PgqueBadArgument:
+_NUL = "NUL"  # in the texts of psycopg and psycopg2
+_SEND_BYTES = "Send the payload as bytes, or without this character."
+
+
+def from_encoding(error: UnicodeEncodeError, queue: str | None = None) -> PgquePayloadError:
     """Return the error for a text that the encoding of a connection lacks."""
-    return PgqueBadArgument(
+    return PgquePayloadError(
         f"a text has the character {error.object[error.start]!a}, which the encoding of the"
         f" connection lacks: {error.encoding}",
-        hint="Send it as bytes, or use a database in UTF8. Half of a surrogate pair is in no text.",
+        hint=f"{_SEND_BYTES} Half of a surrogate pair is in no text.",
         queue=queue,
     )
+
+
+def from_value(error: Exception, queue: str | None = None) -> PgqueBadArgument:
+    """Return the error for a value that a driver did not send, such as a text with NUL."""
+    if _NUL in str(error):
+        return PgquePayloadError(f"a text has a NUL character: {error}", hint=_SEND_BYTES, queue=queue)
+    return PgqueBadArgument(str(error), queue=queue)
 
 
 _PERMANENT = (
@@ -294,5 +318,6 @@ def is_permanent(error: PgqueError) -> bool:
         # An upgrade may have taken a function from under a running call, and a restore may not have created a
         # table yet. Who connects again is told whether the versions fit, and prepares nothing.
         return False
-    # 28: authentication; 42: missing function, missing right, and the like; 3D: no such database.
-    return (error.sqlstate or "")[:2] in {"28", "42", "3D"}
+    # 25000: not READ COMMITTED; 28: authentication; 42: missing function, missing right, and the like; 3D: no
+    # such database.
+    return error.sqlstate == "25000" or (error.sqlstate or "")[:2] in {"28", "42", "3D"}

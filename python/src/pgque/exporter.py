@@ -23,7 +23,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 from psycopg.rows import args_row
 
+from ._connection import open_client
 from ._dsn import with_keepalives
+from ._limit import COMMAND_TIMEOUT, check_command_timeout
 from .client import PgqueClient
 from .errors import PgqueConnectionError, PgqueError, from_psycopg, one_line
 from .monitoring import text as _file
@@ -40,8 +42,11 @@ _MAX_AGE = 5.0
 # Largest share of the time in which the database is read: with a thousand queues a read takes seconds.
 _MAX_SHARE = 0.1
 
-# Seconds after which the server ends a read.
-_TIMEOUT = 30
+# Seconds after which the server ends a read, before the client gives it up.
+_TIMEOUT = 25
+
+# Seconds that `close` waits for a read that runs.
+_CLOSE_TIMEOUT = 1.0
 
 # Seconds for which one ping answers all calls of /readyz.
 _PING_AGE = 1.0
@@ -166,18 +171,22 @@ def _read(conn: psycopg.Connection[object]) -> list[Family]:
     return _families(figures)
 
 
-def render(source: str | psycopg.Connection[object] = "") -> bytes:
+def render(
+    source: str | psycopg.Connection[object] = "", *, command_timeout: float | None = COMMAND_TIMEOUT
+) -> bytes:
     """Return the figures of a database as Prometheus reads them. Calls `pgque.metrics` and `pgque.health`,
     within 30 seconds.
 
     Args:
         source: connection string or URL, or an open connection, whose transaction goes on afterwards.
+        command_timeout: seconds in which the server has to answer each call, over a connection that this
+            function opens.
 
     Raises a PgqueError. `Exporter` serves many scrapes with one read, and reports a database that is away.
     """
     try:
         if isinstance(source, str):
-            with PgqueClient.connect(with_keepalives(source, "pgque metrics"), autocommit=True) as client:
+            with open_client(source, "pgque metrics", command_timeout=command_timeout) as client:
                 return _to_text(_read(client.conn))
         return _to_text(_read(source))
     except psycopg.Error as error:
@@ -194,12 +203,24 @@ class Exporter(Collector):
         dsn: connection string or URL; if empty, that of PGQUE_DSN. PG* variables fill in missing parts.
         max_age: seconds for which one read serves all callers.
         max_share: largest share of the time in which the database is read; a slow read serves for longer.
+        command_timeout: seconds in which the server has to answer each call; then the database counts as
+            away.
     """
 
-    def __init__(self, dsn: str = "", *, max_age: float = _MAX_AGE, max_share: float = _MAX_SHARE) -> None:
+    def __init__(
+        self,
+        dsn: str = "",
+        *,
+        max_age: float = _MAX_AGE,
+        max_share: float = _MAX_SHARE,
+        command_timeout: float | None = COMMAND_TIMEOUT,
+    ) -> None:
         if max_age < 0 or not 0 < max_share <= 1:
             raise ValueError("max_age must not be negative, and max_share more than 0 and at most 1")
-        self._dsn = with_keepalives(dsn, "pgque metrics")
+        check_command_timeout(command_timeout)
+        with_keepalives(dsn)  # raises for what is no connection string
+        self._dsn = dsn
+        self._command_timeout = command_timeout
         self._max_age = max_age
         self._max_share = max_share
         self._lock = threading.Lock()
@@ -253,9 +274,13 @@ class Exporter(Collector):
         return None if self._error is None else one_line(self._error)
 
     def close(self) -> None:
-        """Close the connection; the next read opens another one."""
-        with self._lock:
-            self._disconnect()
+        """Close the connection; the next read opens another one. A read that goes on for longer than a second
+        keeps it."""
+        if self._lock.acquire(timeout=_CLOSE_TIMEOUT):
+            try:
+                self._disconnect()
+            finally:
+                self._lock.release()
 
     def _is_due(self) -> bool:
         return time.monotonic() >= self._due_at
@@ -297,7 +322,7 @@ class Exporter(Collector):
     def _once(self, read: Callable[[psycopg.Connection[object]], T]) -> T:
         try:
             if self._client is None:
-                self._client = PgqueClient.connect(self._dsn, autocommit=True)
+                self._client = open_client(self._dsn, "pgque metrics", command_timeout=self._command_timeout)
             return read(self._client.conn)
         except (PgqueError, psycopg.Error) as error:
             self._disconnect()

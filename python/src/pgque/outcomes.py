@@ -63,8 +63,9 @@ class Dead(HandlerOutcome):
 
 
 class Release(HandlerOutcome):
-    """Release the message: any worker can receive it at once. It does not count as failed.
+    """Release the message: it can be received at once, by any worker. It does not count as failed, so
+    `retry_count` stays.
 
-    A `Consumer` that reads alone has no lease to end. There the message goes through the retry queue, so
-    `retry_count` counts each release: none is one too many, but a failure after `max_retries` of them is.
+    `receive_count` counts each delivery. A worker's message is given up after `max_receive_attempts` of them;
+    a `Consumer` has no such limit.
     """

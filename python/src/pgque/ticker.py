@@ -9,21 +9,24 @@ import shutil
 import sys
 import threading
 import time
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from ._backoff import pauses
-from ._dsn import with_keepalives
-from .client import PgqueClient
+from ._connection import open_client, open_client_before
+from ._limit import COMMAND_TIMEOUT, within
+from ._stopper import GRACE, HandlerInterrupted, Stopper
 from .errors import PgqueError, from_psycopg, is_permanent, one_line
 
 log = logging.getLogger("pgque.ticker")
 
-# `ticker_loop` runs for just under a minute. One that comes back sooner found another ticker at work, or
-# was told to stop.
+# Seconds that each call of `ticker_loop` runs, so that a silent network is noticed soon after.
+_RUN = 15.0
+
+# One that comes back within so many seconds was told to stop.
 _MIN_RUN = 1.0
 
 # Longest pause between attempts to reach the database, in seconds.
@@ -83,11 +86,17 @@ def _word(text: str) -> str:
     return f'"{quoted}"'
 
 
-def run_ticker(dsn: str = "", stop: threading.Event | None = None) -> None:
+def run_ticker(
+    dsn: str = "",
+    stop: threading.Event | None = None,
+    *,
+    command_timeout: float | None = COMMAND_TIMEOUT,
+) -> None:
     """Tick all queues and do all maintenance, until `stop` is set. Calls `pgque.ticker_loop` repeatedly.
 
     Several tickers at once do no harm. After a fault of the database it connects again, after a growing
-    random pause, without limit. Setting `stop` ends the running call within a fraction of a second.
+    random pause, without limit. So it does if the server does not answer for `command_timeout` seconds;
+    None is no limit. Setting `stop` ends the running call within a second.
 
     Raises a PgqueError if trying again cannot help: PgqueVersionError, PgquePermissionDenied.
     """
@@ -96,7 +105,7 @@ def run_ticker(dsn: str = "", stop: threading.Event | None = None) -> None:
     growing = pauses(_MAX_PAUSE)
     while not stopped.is_set():
         try:
-            _tick(dsn, stopped)
+            _tick(dsn, stopped, command_timeout)
             growing = pauses(_MAX_PAUSE)
         except PgqueError as error:
             if is_permanent(error):
@@ -107,28 +116,25 @@ def run_ticker(dsn: str = "", stop: threading.Event | None = None) -> None:
                 stopped.wait(pause)
 
 
-def _tick(dsn: str, stop: threading.Event) -> None:
+def _tick(dsn: str, stop: threading.Event, command_timeout: float | None) -> None:
     """Run the loop over one connection until `stop`; a fault after the first second ends it without an
     error."""
     began = time.monotonic()
     try:
-        with PgqueClient.connect(with_keepalives(dsn, "pgque ticker"), autocommit=True) as client:
+        stopper = Stopper(stop)
+        opening = partial(open_client, dsn, "pgque ticker", command_timeout=command_timeout)
+        with open_client_before(stopper, GRACE, opening) as client:
             client.conn.execute("set statement_timeout = 0")
             log.info("ticking, pgque %s", client.version())
-            finished = threading.Event()
-            canceller = threading.Thread(target=_cancel, args=(client.conn, stop, finished), daemon=True)
-            canceller.start()
-            try:
+            limit = None if command_timeout is None else _RUN + command_timeout
+            with within(client.conn, limit), stopper.stop_deadline(client.conn, GRACE):
                 while not stop.is_set():
                     called = time.monotonic()
-                    client.conn.execute("call pgque.ticker_loop()")
+                    client.conn.execute(f"call pgque.ticker_loop('{_RUN:g} seconds')".encode())
                     if time.monotonic() - called < _MIN_RUN:
                         stop.wait(_MIN_RUN)
-            finally:
-                finished.set()
-                stopping = stop.is_set()
-                if stopping:
-                    canceller.join()
+    except HandlerInterrupted:
+        return
     except (PgqueError, psycopg.Error) as fault:
         if stop.is_set():
             return
@@ -138,12 +144,3 @@ def _tick(dsn: str, stop: threading.Event) -> None:
                 raise
             raise error from fault
         log.warning("lost the database, connecting again: %s", one_line(error))
-
-
-def _cancel(conn: psycopg.Connection[object], stop: threading.Event, finished: threading.Event) -> None:
-    """Cancel what runs on the connection once `stop` is set, again until it has ended."""
-    while not finished.is_set():
-        if stop.wait(0.5):
-            with suppress(psycopg.Error):
-                conn.cancel_safe(timeout=1)
-            finished.wait(0.1)

@@ -24,11 +24,13 @@ from psycopg.rows import args_row
 
 from . import _batches, _encode, _otel, _payloads, _telemetry
 from ._batches import ACK, ARCHIVE, RELEASE, Batch, MessageOutcome, Refused, Statement
-from ._concurrency import Lock, ThreadPool, check_until_idle, run_worker
-from ._connection import Progress, keep_connected, open_client
+from ._concurrency import Lock, SingleRun, ThreadPool, check_until_idle, run_worker
+from ._connection import Progress, keep_connected, open_client, open_client_before
 from ._decode import reading
 from ._handlers import Handlers, check_handler
 from ._json import Encoder
+from ._leases import Heartbeat, kept
+from ._limit import COMMAND_TIMEOUT, check_command_timeout
 from ._listen import TickWatch, listen, queue_of
 from ._liveness import Liveness
 from ._middleware import Middleware
@@ -37,6 +39,7 @@ from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
 from ._recurring import Recurring, recurring_queue
 from ._sources import Priority, Source, Sources, check_weights
+from ._statements import MAX_BYTES
 from ._stopper import Stopper, HandlerInterrupted
 from .client import PgqueClient
 from .errors import PgqueError, PgquePayloadError, from_psycopg, one_line
@@ -69,6 +72,10 @@ _LEAST_PREFETCH = 100
 # In seconds: batches that are handled within the first grow up to the worker's `prefetch`; those that take
 # longer than the second shrink.
 _QUICK_BATCH, _SLOW_BATCH = 0.2, 1.0
+
+# The share of a lease after which a worker extends it over the connection that it works with: the one for
+# leases could not be opened, or is waiting for something else.
+_OVERDUE = 0.75
 
 # More outcomes than a worker has messages: handlers need not wake it.
 _NEVER = sys.maxsize
@@ -147,6 +154,7 @@ class WorkQueue:
         consumer: name of the consumer, which must be subscribed; not needed for sending.
         encoder: as of a client.
         decoder: as of a client.
+        command_timeout: as of a client.
     """
 
     def __init__(
@@ -157,14 +165,17 @@ class WorkQueue:
         consumer: str | None = None,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if not queue:
             raise ValueError("a work queue needs the name of its queue")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_command_timeout(command_timeout)
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
         self.encoder = encoder
+        self.command_timeout = command_timeout
         self._make_message: Callable[..., WorkMessage] = _payloads.message_maker(
             WorkMessage, decoder
         )
@@ -256,6 +267,7 @@ class WorkQueue:
         max_messages: int = 10,
         visibility_timeout: Seconds | None = None,
         timeout: float | None = None,
+        max_bytes: int | None = MAX_BYTES,
     ) -> Generator[WorkMessage, None, None]:
         """Yield messages one at a time, as they arrive. Calls `pgque.receive`.
 
@@ -274,6 +286,8 @@ class WorkQueue:
                 queue's setting.
             timeout: seconds without a message after which the loop ends; None waits forever, 0 ends the loop
                 when the queue is empty.
+            max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None
+                is no limit.
 
         Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueConnectionError. After a lost connection, call
         again.
@@ -290,7 +304,9 @@ class WorkQueue:
         try:
             while True:
                 following = _Delivery(self)
-                receive = _batches.receive(self.queue, self.consumer, name, max_messages, visibility_timeout)
+                receive = _batches.receive(
+                    self.queue, self.consumer, name, max_messages, visibility_timeout, max_bytes
+                )
                 with self._lock:
                     asked_at = time.monotonic()
                     self._notified = False
@@ -355,7 +371,13 @@ class WorkQueue:
     def _connected(self) -> PgqueClient:
         if self._client is None or self._client.conn.closed:
             name = f"pgque {self.queue}/{self.consumer}" if self.consumer else f"pgque {self.queue}"
-            self._client = open_client(self.dsn, name, encoder=self.encoder)
+            self._client = open_client(
+                self.dsn,
+                name,
+                encoder=self.encoder,
+                read_committed=True,
+                command_timeout=self.command_timeout,
+            )
         return self._client
 
     def _listen(self) -> PgqueClient:
@@ -402,9 +424,10 @@ class Worker:
     `Release()`.
 
     The worker extends the lease of a message every half `visibility_timeout` while its handler runs, however
-    long that takes. If the process dies, or loses the database for longer than `visibility_timeout`, other
-    workers get its messages; it does not start messages whose lease has expired. No transaction is open while
-    a handler runs. A message may be delivered twice.
+    long that takes. The workers of a process share a connection for this, which is opened when a handler has
+    run for a quarter of `visibility_timeout`. If the process dies, or loses the database for longer than
+    `visibility_timeout`, other workers get its messages; it does not start messages whose lease has expired.
+    No transaction is open while a handler runs. A message may be delivered twice.
 
     Any number of workers may share a consumer, in any number of processes and machines.
 
@@ -424,6 +447,8 @@ class Worker:
             `concurrency`, and doubles up to this while batches take less than 0.2 seconds. Then messages are
             also received before a handler is free for them. It is halved when a batch takes more than a
             second. A worker never has more messages than `concurrency` and `prefetch` together.
+        max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None is
+            no limit.
         min_interval: least seconds from the receive of one batch to the next receive, at most a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
             `min_interval` after it was sent. Outcomes do not wait for the pause to end. Each process has its
@@ -443,6 +468,7 @@ class Worker:
             error. The log has no traceback of it, which might show the payload.
         liveness_file: a file to touch every second while the worker is alive and the database answers. An old
             file means that the worker hangs.
+        command_timeout: seconds in which the server has to answer each call; then the worker connects again.
     """
 
     def __init__(
@@ -456,6 +482,7 @@ class Worker:
         concurrency: int = 4,
         use: Literal["threads", "processes"] = "threads",
         prefetch: int | None = None,
+        max_bytes: int | None = MAX_BYTES,
         min_interval: float = 0,
         visibility_timeout: Seconds = 30,
         retry_after: Seconds | None = None,
@@ -467,6 +494,7 @@ class Worker:
         decoder: Decoder | None = None,
         bad_payload: BadPayload = "dead",
         liveness_file: str | os.PathLike[str] | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if unknown_handler_policy not in ("nack", "ack"):
             raise ValueError(
@@ -474,12 +502,15 @@ class Worker:
             )
         if concurrency < 1 or (prefetch is not None and prefetch < 1):
             raise ValueError("concurrency and prefetch must be at least 1")
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError("max_bytes must be at least 1")
         if _encode.total_seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         _payloads.check_bad_payload(bad_payload)
+        check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
         self.queue = ", ".join(weights)
@@ -489,6 +520,7 @@ class Worker:
         self.concurrency = concurrency
         self.use = use
         self.prefetch = max(_LEAST_PREFETCH, 2 * concurrency) if prefetch is None else prefetch
+        self.max_bytes = max_bytes
         self.min_interval = min_interval
         self.visibility_timeout = visibility_timeout
         self.retry_after = retry_after
@@ -500,6 +532,7 @@ class Worker:
         self.decoder = decoder
         self.bad_payload = bad_payload
         self.liveness_file = liveness_file
+        self.command_timeout = command_timeout
         self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
         self._handlers: Handlers[WorkHandler] = Handlers(
             "Worker", "@worker.handler", check_handler, consumer, log
@@ -510,12 +543,14 @@ class Worker:
         self._sources = Sources(weights, priority, _POLL_INTERVAL)
         self._watches = {source: TickWatch(source.queue, log) for source in self._sources}
         self._stopper = self._first_stopper = Stopper()
+        self._single = SingleRun("worker", self._first_stopper)
         self._size = self.prefetch if min_interval else min(concurrency, self.prefetch)
         self._is_ahead = False  # whether it receives messages before a handler is free for them
         self._lease_seconds = _encode.total_seconds(visibility_timeout)
         self._batches: dict[int, Batch[Message]] = {}
         # Written by the threads or tasks that run handlers, read by the session only; None of a lost batch.
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
+        self._catch_signals = True
         self._until_idle = False  # whether `run` ends when nothing is left to be done
         self._is_idle = False
         self._wake_at = _NEVER  # with so many of these the session has something to do
@@ -594,8 +629,10 @@ class Worker:
         which calls `stop()`.
 
         After a stop the worker receives no more messages and releases those that were not started. Running
-        handlers have `shutdown_timeout` seconds to finish; one second later the worker cancels a statement
-        that still waits for a lock or for the server.
+        handlers have `shutdown_timeout` seconds to finish; one second later the worker gives up a statement
+        that still waits for a lock or for the server. A second signal, half a second or more after the
+        first, ends the worker at once: running handlers are left, and their messages are redelivered when
+        their lease has expired.
 
         After a fault of the database the worker connects again, after a growing random pause, without limit.
         After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
@@ -604,13 +641,19 @@ class Worker:
         Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFound,
         PgqueConsumerNotFound, PgquePermissionDenied; PgqueQueueInUse if the consumer reads on its own;
         PgqueBadArgument without a handler, unless `unknown_handler_policy` is "ack". Running handlers have
-        `shutdown_timeout` seconds to finish then.
+        `shutdown_timeout` seconds to finish then. Raises PgqueError while the object runs already, and after
+        it was stopped.
         """
         self._handlers.check_any(self.unknown_handler_policy)
         check_until_idle(self, until_idle)
         self._liveness.check()
-        self._until_idle = until_idle
-        self._is_idle = False
+        with self._single.once():
+            self._until_idle = until_idle
+            self._is_idle = False
+            self._catch_signals = catch_signals
+            self._run(catch_signals)
+
+    def _run(self, catch_signals: bool) -> None:
         with self._stopper.running(catch_signals):
             try:
                 run_worker(Worker, self, self._run_here)
@@ -621,19 +664,24 @@ class Worker:
                 raise
 
     def stop(self) -> None:
-        """Make `run` finish its running handlers and return, for good; callable from any thread."""
+        """Make `run` finish its running handlers and return, for good; callable from any thread.
+
+        After that, `run` raises PgqueError.
+        """
         self._first_stopper.set()
         self._stopper.set()
 
     def _run_here(self) -> None:
         """Run the handlers in this process."""
         self._pool = ThreadPool(self.concurrency, self._handle)
+        name = f"worker {self.worker} of queue {self.queue}"
         try:
-            try:
-                self._run_sessions()
-            except PgqueError as error:
-                self._finish_after(error)
-                raise
+            with kept(self.dsn, name, self._lease_seconds, self._leases, Heartbeat()):
+                try:
+                    self._run_sessions()
+                except PgqueError as error:
+                    self._finish_after(error)
+                    raise
         except BaseException:
             # Cancelled, or an error: report the outcomes, and release the messages that were not started.
             self._release_queued()
@@ -645,7 +693,22 @@ class Worker:
             self._pool.cancel_queued()
             self._pool.close()
 
+    def _leases(self) -> list[Batch[Message]]:
+        return list(self._batches.values())
+
     def _run_sessions(self) -> None:
+        self._run_sessions_to_end()
+        running = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
+        if self._stopper.is_abandoned and running:
+            log.warning(
+                "worker %s ends at the second signal: %s handlers are left, and their messages are"
+                " redelivered when their lease of %g s has expired",
+                self.worker,
+                running,
+                self._lease_seconds,
+            )
+
+    def _run_sessions_to_end(self) -> None:
         while not self._is_done():
             with suppress(HandlerInterrupted):  # while it waited for a connection
                 keep_connected(
@@ -665,7 +728,7 @@ class Worker:
             if self._is_done():
                 return
             log.error("worker %s finishes its running handlers, and ends: %s", self.worker, one_line(error))
-            with self._stopper.running(False):
+            with self._stopper.running(self._catch_signals):
                 self._run_sessions()
         except PgqueError as another:
             log.warning("worker %s cannot report its outcomes: %s", self.worker, one_line(another))
@@ -716,21 +779,18 @@ class Worker:
 
     def _connect(self, stopper: Stopper, seconds: float) -> PgqueClient:
         """Connect; HandlerInterrupted if that takes longer than so many seconds after a stop."""
-        opened: list[PgqueClient] = []
-        given_up = False
-
-        def connect() -> None:
-            name = f"pgque {self.queue}/{self.worker}"
-            opened.append(open_client(self.dsn, name, encoder=self.encoder))
-            if given_up:
-                opened[0].close()
-
-        try:
-            stopper.give_up_after(seconds, connect)
-        except BaseException:
-            given_up = True
-            raise
-        return opened[0]
+        name = f"pgque {self.queue}/{self.worker}"
+        return open_client_before(
+            stopper,
+            seconds,
+            lambda: open_client(
+                self.dsn,
+                name,
+                encoder=self.encoder,
+                read_committed=True,
+                command_timeout=self.command_timeout,
+            ),
+        )
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         self._sources.wake(queue_of(notify.channel))
@@ -744,7 +804,7 @@ class Worker:
         self._wake_at = _NEVER
         self._collect()
         for batch in list(self._batches.values()):
-            _extend_if_due(client, batch, self.visibility_timeout)
+            _extend_if_due(client, batch, self.visibility_timeout, _OVERDUE)
         now = time.monotonic()
         unfinished = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
         to_report = [
@@ -779,7 +839,9 @@ class Worker:
         messages came."""
         now = time.monotonic()
         self._sources.note_asked(source, now)
-        receive = _batches.receive(source.queue, self.consumer, self.worker, count, self.visibility_timeout)
+        receive = _batches.receive(
+            source.queue, self.consumer, self.worker, count, self.visibility_timeout, self.max_bytes
+        )
         try:
             received = _report_and_receive(
                 client, self.consumer, to_report, receive, self._make_message
@@ -795,6 +857,7 @@ class Worker:
             min_interval = 0 if self._until_idle else self.min_interval
             source.due_at = next_receive_at(now, min_interval, received, count)
             batch = self._batches[received[0].batch_id] = Batch(received, now)
+            _extend_if_due(client, batch, self.visibility_timeout)  # the call waited for a lock
             if self._stopper.is_set():  # while it was received
                 batch.record(batch.open_messages(), RELEASE)
             else:
@@ -877,6 +940,8 @@ class Worker:
         released."""
         if unfinished == 0:
             return not any(batch.has_outcomes for batch in self._batches.values()) and not self._finished
+        if self._stopper.is_abandoned:
+            return True
         if self._stopper.stopped_for() < self.shutdown_timeout:
             return False
         log.warning("%s handlers did not finish in time, their messages are released", unfinished)
@@ -887,8 +952,8 @@ class Worker:
     def _wait_time(self, has_room: bool) -> float:
         """Return how many seconds to wait for a notification."""
         now = time.monotonic()
-        half = self._lease_seconds / 2
-        due = [batch.extended_at + half - now for batch in self._batches.values()]
+        overdue = _OVERDUE * self._lease_seconds
+        due = [batch.extended_at + overdue - now for batch in self._batches.values()]
         if has_room:
             due.append(self._sources.next_at() - now)
         if self._stopper.is_set():
@@ -975,18 +1040,14 @@ def _default_timeout(client: PgqueClient, queue: str) -> Seconds:
     return value or timedelta(seconds=30)
 
 
-def _extend_if_due(client: PgqueClient, batch: Batch[M], visibility_timeout: Seconds) -> bool:
-    """Extend the lease of a batch by the time that has passed, if that is half the visibility timeout. Return
-    False when the batch is lost."""
+def _extend_if_due(
+    client: PgqueClient, batch: Batch[M], visibility_timeout: Seconds, share: float = 0.5
+) -> bool:
+    """Extend the lease of a batch by the time that has passed, if that is this share of the visibility
+    timeout. Return False when the batch is lost."""
     now = time.monotonic()
-    passed = now - batch.extended_at
-    if batch.lost or passed < _encode.total_seconds(visibility_timeout) / 2:
-        return not batch.lost
-    held = client._maybe(int, *_batches.extend(batch.batch_id, passed))
-    batch.lost = not held
-    batch.extended_at = now
-    if batch.lost:
-        log.warning("batch %s is lost: its lease expired", batch.batch_id)
+    if not batch.lost and now - batch.extended_at >= share * _encode.total_seconds(visibility_timeout):
+        batch.note_extended(now, client._maybe(int, *batch.extension(now)))
     return not batch.lost
 
 

@@ -91,6 +91,8 @@ class Guard:
         """Watch while the terminal is taken over."""
 
         def on_signal(signum: int, frame: FrameType | None) -> None:
+            if signum == signal.SIGHUP:  # kernel, shell and look() may each send it
+                signal.signal(signum, signal.SIG_IGN)
             self.signum = self.signum or signum
             threading.Thread(target=self._end_hard, daemon=True).start()
             loop.call_soon_threadsafe(app.exit)
@@ -108,7 +110,8 @@ class Guard:
         finally:
             self._over.set()
             for number, handler in earlier.items():
-                signal.signal(number, handler)
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, handler)
 
     def _end_hard(self) -> None:
         """End at once where an end in good order takes too long: what writes to a lost terminal may hang."""

@@ -14,6 +14,7 @@ from psycopg.rows import DictRow, dict_row
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from .._dsn import with_keepalives
+from .._limit import LimitedConnection
 from ..errors import PgqueConnectionError
 from .config import Database
 
@@ -70,7 +71,7 @@ class Connections:
         self._timeout = f"{statement_timeout}s"
         self._pool = ConnectionPool(
             conninfo,
-            connection_class=psycopg.Connection[DictRow],
+            connection_class=LimitedConnection[DictRow],
             kwargs={"autocommit": True, "row_factory": dict_row, "prepare_threshold": None},
             configure=_need_password,
             check=ConnectionPool.check_connection,
@@ -119,7 +120,7 @@ def log_in(database: Database, user: str, password: str, statement_timeout: int)
         make_conninfo("", **given, user=user, password=password, gssencmode="disable"), "pgque web"
     )
     try:
-        with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as connection:
+        with LimitedConnection.connect(conninfo, autocommit=True, prepare_threshold=None) as connection:
             _need_password(connection)
             row = connection.execute(
                 "select count(*) > 0, coalesce(bool_or(pg_catalog.has_schema_privilege(n.oid, 'usage')"

@@ -1,0 +1,322 @@
+"""A path to the server that acknowledges and never answers, a lock that is held for long, and a second signal: every
+program gives up what waits, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+import pgque
+from pgque import exporter, ticker
+from support.processes import ended
+from support.silent import SilentPath, silent_path
+from support.threads import running
+
+Tick = Callable[[str], int | None]
+Wait = Callable[..., None]
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+# Seconds after which the programs of these tests give up a call.
+LIMIT = 0.5
+
+PROGRAM = """
+import asyncio, sys, threading, time
+import pgque
+from pgque import _listen, _listen_async
+
+kind, dsn, queue, use, limit = sys.argv[1:]
+options = {}
+if kind.endswith("Worker"):
+    # A message whose delivery was lost with the connection comes again after two seconds.
+    options = {"visibility_timeout": 600, "shutdown_timeout": 600}
+    if use == "stdin":
+        options = {"visibility_timeout": 2, "shutdown_timeout": 0.5}
+    if use == "processes":
+        options |= {"use": use, "concurrency": 1}
+# A consumer that waits for notifications asks whether its queue is ticked, every ten seconds.
+_listen.TICK_CHECK = _listen_async.TICK_CHECK = 0.5
+program = getattr(pgque, kind)(
+    dsn, queue=queue, consumer="c", command_timeout=None if limit == "none" else float(limit), **options
+)
+
+def note(message):
+    print(message.payload, flush=True)
+    return 60 if message.payload == "long" else 0
+
+def handle(message):
+    time.sleep(note(message))
+
+async def handle_async(message):
+    await asyncio.sleep(note(message))
+
+program.handler("*")(handle_async if kind.startswith("Async") else handle)
+
+def stop_when_told():
+    sys.stdin.readline()
+    program.stop()
+
+if __name__ == "__main__":
+    if use == "stdin":
+        threading.Thread(target=stop_when_told, daemon=True).start()
+    ended = program.run(catch_signals=use != "stdin")
+    if ended is not None:
+        asyncio.run(ended)
+"""
+
+KINDS = ["Worker", "AsyncWorker", "Consumer", "AsyncConsumer"]
+
+
+@pytest.fixture
+def client(conn: Connection) -> pgque.PgqueClient:
+    return pgque.PgqueClient(conn)
+
+
+@pytest.fixture
+def path(dsn: str) -> Iterator[SilentPath]:
+    with silent_path(dsn) as path:
+        yield path
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def start(program: Path, kind: str, dsn: str, queue: str, use: str, limit: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(program), kind, dsn, queue, use, str(limit)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+# -- programs --------------------------------------------------------------------------------------------
+
+
+class Programs:
+    """One program of each kind over a path, with a queue of its own. All at once, since each has to start and to
+    wait; in processes, since what blocks an interpreter would block the test."""
+
+    def __init__(
+        self, stack: ExitStack, program: Path, path: SilentPath, client: pgque.PgqueClient, tick: Tick
+    ) -> None:
+        self._enter = stack.enter_context
+        self._program, self._path, self._client, self._tick = program, path, client, tick
+        self._queues: dict[str, str] = {}
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, new_queue: Callable[[], str], limit: object) -> None:
+        """Start them, and see that each handles a message."""
+        for kind in KINDS:
+            queue = self._queues[kind] = new_queue()
+            self._client.subscribe(queue, "c")
+            process = start(self._program, kind, self._path.dsn, queue, "stdin", limit)
+            self.processes[kind] = self._enter(ended(process))
+        self.send("1")
+        assert [said(process) for process in self.processes.values()] == ["1"] * len(KINDS)
+
+    def are_idle(self) -> bool:
+        """Whether everything that was sent is acknowledged."""
+        infos = [self._client.get_consumer_info(queue, "c")[0] for queue in self._queues.values()]
+        return all(info.pending_events == 0 for info in infos)
+
+    def send(self, payload: str) -> None:
+        for queue in self._queues.values():
+            self._client.send(queue, payload)
+            self._tick(queue)
+
+
+@pytest.fixture
+def programs(program: Path, path: SilentPath, client: pgque.PgqueClient, tick: Tick) -> Iterator[Programs]:
+    with ExitStack() as stack:
+        yield Programs(stack, program, path, client, tick)
+
+
+def test_programs_leave_a_silent_connection_for_another(
+    programs: Programs, path: SilentPath, new_queue: Callable[[], str]
+) -> None:
+    programs.start(new_queue, LIMIT)
+    path.silence(new_ones=False)
+    programs.send("2")
+    for process in programs.processes.values():
+        while (heard := said(process)) != "2":
+            assert heard == "1"  # once more, as its ack was lost
+
+
+def test_programs_stop_on_a_silent_network(
+    programs: Programs, path: SilentPath, new_queue: Callable[[], str], wait_until: Wait
+) -> None:
+    programs.start(new_queue, "none")
+    wait_until(programs.are_idle)
+
+    def all_wait_for_an_answer() -> bool:
+        path.silence()
+        try:
+            wait_until(lambda: path.unanswered == len(KINDS), timeout=2)
+        except AssertionError:  # an answer was on its way, which the path holds back as well
+            path.resume()
+            return False
+        return True
+
+    wait_until(all_wait_for_an_answer, timeout=30)
+    for process in programs.processes.values():
+        assert process.stdin is not None
+        process.stdin.write("stop\n")
+        process.stdin.flush()
+    ended_with = {kind: process.wait(20) for kind, process in programs.processes.items()}
+    assert ended_with == dict.fromkeys(KINDS, 0)
+
+
+def test_the_ticker_leaves_a_silent_connection_and_stops_on_a_silent_network(
+    own_dsn: str, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ticker, "_RUN", LIMIT)
+    stop = threading.Event()
+    with silent_path(own_dsn) as path, pgque.connect(own_dsn, autocommit=True) as client:
+        client.create_queue("q")
+        client.subscribe("q", "c")
+        with running(lambda: ticker.run_ticker(path.dsn, stop, command_timeout=LIMIT), stop.set, 20):
+            for payload in ("1", "2"):
+                client.send("q", payload)
+                arrived: list[pgque.Message] = []
+                wait_until(lambda arrived=arrived: arrived.extend(client.receive("q", "c")) or arrived)
+                assert [message.payload for message in arrived] == [payload]
+                client.ack(arrived[0].batch_id)
+                path.silence(new_ones=payload == "2")
+
+
+def test_the_exporter_reads_over_another_connection_after_one_was_silent(path: SilentPath) -> None:
+    source = exporter.Exporter(path.dsn, max_age=0, max_share=1, command_timeout=LIMIT)
+    assert b"pgque_up 1.0" in source.text()
+    path.silence(new_ones=False)
+    assert b"pgque_up 1.0" in source.text()
+    assert path.connections == 2
+    source.close()
+
+
+# -- the client --------------------------------------------------------------------------------------------
+
+
+def test_a_call_without_an_answer_is_an_error_that_says_what_to_do(path: SilentPath, queue: str) -> None:
+    with pgque.connect(path.dsn, autocommit=True, command_timeout=LIMIT) as client:
+        client.send(queue, "1")
+        path.silence()
+        with pytest.raises(pgque.PgqueConnectionError, match=r"not answered for 0\.5 s") as raised:
+            client.send(queue, "2")
+        assert "command_timeout" in str(raised.value.hint)
+        assert client.conn.closed
+
+
+async def _cancelled_call(path: SilentPath, queue: str) -> bool:
+    client = await pgque.connect_async(path.dsn, autocommit=True)
+    path.silence()
+    call = asyncio.ensure_future(client.send(queue, "1"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0.1)  # until it waits for its answer
+    call.cancel()
+    done, _ = await asyncio.wait([call], timeout=5)
+    return bool(done) and call.cancelled() and client.conn.closed
+
+
+def test_a_cancelled_call_does_not_wait_for_a_silent_network(path: SilentPath, queue: str) -> None:
+    # psycopg waits for its request to cancel, and for its answer.
+    assert asyncio.run(_cancelled_call(path, queue))
+
+
+@contextmanager
+def locked(conn: Connection) -> Iterator[None]:
+    """Hold a lock that every consumer needs, as a session does that never ends its transaction."""
+    with conn.transaction():
+        conn.execute("lock table pgque.subscription in access exclusive mode")
+        yield
+
+
+def waiting(conn: psycopg.Connection[Any], name: str) -> list[float]:
+    """For how many seconds sessions of this name wait for a lock."""
+    rows = conn.execute(
+        "select extract(epoch from clock_timestamp() - a.query_start)::float from pg_stat_activity as a"
+        " where a.application_name = %s and a.wait_event_type = 'Lock'",
+        [name],
+    )
+    return [row[0] for row in rows]
+
+
+def test_a_statement_that_is_given_up_does_not_wait_on_in_the_server(
+    dsn: str, queue: str, connect: Callable[[], Connection], client: pgque.PgqueClient, wait_until: Wait
+) -> None:
+    client.subscribe(queue, "c")
+    named = make_conninfo(dsn, application_name="limited")
+    with locked(connect()), pgque.connect(named, autocommit=True, command_timeout=LIMIT) as limited:
+        with pytest.raises(pgque.PgqueConnectionError, match="not answered"):
+            limited.receive(queue, "c")
+        wait_until(lambda: not waiting(client.conn, "limited"))
+
+
+def test_a_call_that_is_long_by_nature_has_no_limit(
+    dsn: str, queue: str, connect: Callable[[], Connection], client: pgque.PgqueClient, wait_until: Wait
+) -> None:
+    client.subscribe(queue, "c")
+    client.send(queue, "1")
+    named = make_conninfo(dsn, application_name="unlimited")
+    purged: list[int] = []
+    with (
+        pgque.connect(named, autocommit=True, command_timeout=LIMIT) as limited,
+        running(lambda: purged.append(limited.purge(queue)), lambda: None, 20),
+        locked(connect()),
+    ):
+        wait_until(
+            lambda: purged or any(seconds > 2 * LIMIT for seconds in waiting(client.conn, "unlimited"))
+        )
+    assert purged == [1]
+
+
+# -- a second signal ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "use"), [("Worker", "threads"), ("Worker", "processes"), ("AsyncWorker", "tasks")]
+)
+def test_a_second_signal_ends_a_worker_at_once_and_leaves_its_messages_to_their_lease(
+    kind: str,
+    use: str,
+    dsn: str,
+    program: Path,
+    queue: str,
+    client: pgque.PgqueClient,
+    tick: Tick,
+) -> None:
+    client.subscribe(queue, "c")
+    client.send(queue, "long")
+    tick(queue)
+    with ended(start(program, kind, dsn, queue, use, "none")) as process:
+        assert said(process) == "long"
+
+        process.send_signal(signal.SIGINT)
+        # The terminal and a process manager may both send the first signal, within half a second.
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.7)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    assert "1 handlers are left" in errors
+    assert [worker.messages for worker in client.list_workers(queue, "c")] == [1]
