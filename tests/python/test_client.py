@@ -552,11 +552,7 @@ def test_the_variable_pgque_dsn_counts_wherever_no_connection_string_is_given(
         consumer = pgque.Consumer("", queue="q", consumer="c")
 
         @consumer.handler("*")
-<<<<<<< HEAD
         def last(message: pgque.Message) -> None:
-=======
-        def handle(message: pgque.Message) -> None:
->>>>>>> first
             seen.append(message.payload)
             consumer.stop()
 
