@@ -33,6 +33,7 @@ from bench import (
     latency,
     measure,
     peers,
+    pgq,
     results,
     soak,
     spark,
@@ -55,10 +56,11 @@ SUBJECTS = {
     "drain": drain.drain,
     "latency": latency.latency,
     "idle": idle.idle,
+    "pgq": pgq.pgq,
     "soak": soak.soak,
     "web": web.web,
 }
-ONLY_IF_NAMED = {"spark-servers", "workers-long", "peers", "drain", "latency", "idle", "soak", "web"}
+ONLY_IF_NAMED = {"spark-servers", "workers-long", "peers", "drain", "latency", "idle", "pgq", "soak", "web"}
 BESIDE_PEERS = {"peers", "drain", "latency"}
 # What --against measures: the same names, another way.
 AGAINST = {"small": cycle.small, "held": cycle.held, "latency": versions.latency}
