@@ -192,7 +192,8 @@ language plpgsql as $$
 begin
   if pgque._old_snapshot() then
     perform pgque._fail('invalid_transaction_state', pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
-      'Call it in a READ COMMITTED transaction of its own. The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than what the call has to see.');
+      pg_catalog.format('Call it in a READ COMMITTED transaction of its own. The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than what '
+        'the call has to see. If that level is the default of this role: alter role %I set default_transaction_isolation = ''read committed''', session_user));
   end if;
 end
 $$;

@@ -38,10 +38,8 @@ async def open_client(
     command_timeout: float | None = COMMAND_TIMEOUT,
 ) -> AsyncPgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
-    transaction, at the isolation level of the database or READ COMMITTED, which calls of workers need.
-
-    Raises PgqueError (25000) for READ COMMITTED behind a pooler whose sessions are not, since a setting would
-    stay in them.
+    transaction, at the isolation level of the database or, unless it leads through a pooler, READ COMMITTED,
+    which calls of workers need.
     """
     client = await AsyncPgqueClient.connect(
         with_keepalives(dsn, application_name),
@@ -62,20 +60,14 @@ async def open_client(
 
 
 async def _set_read_committed(client: AsyncPgqueClient) -> None:
+    if not client._is_direct:
+        return  # the setting would stay in a pooler's session
     try:
         cursor = await client.conn.execute(_DEFAULT_ISOLATION, prepare=False)
-        if await cursor.fetchone() == ("read committed",):
-            return
-        if client._is_direct:
+        if await cursor.fetchone() != ("read committed",):
             await client.conn.execute(_SET_READ_COMMITTED, prepare=False)
-            return
     except psycopg.Error as error:
         raise from_psycopg(error) from error
-    raise PgqueError(
-        "workers need READ COMMITTED transactions, and those of this pooler's sessions are not",
-        sqlstate="25000",
-        hint=f"alter role {client.conn.info.user} set default_transaction_isolation = 'read committed'",
-    )
 
 
 async def open_client_before(
