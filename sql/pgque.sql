@@ -6635,6 +6635,7 @@ declare
   v_count   bigint := 0;
   v_bytes   bigint := 0;
   v_passed  bigint := 0;   -- messages that may not be delivered now
+  v_tried   boolean := false;
 begin
   if $7 < 1 then
     perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
@@ -6670,10 +6671,12 @@ begin
   end if;
 
   -- An empty answer means that no message can be delivered: the call passes any number of
-  -- messages whose key is busy, and of purged and expired ones.  A statement_timeout would
-  -- take that back, and the next call could not get further: so half of it is the limit.
+  -- messages whose key is busy, and of purged and expired ones.  A statement_timeout, or a
+  -- client that gives the call up, would take that back, and the next call could not get
+  -- further: so half of the timeout is the limit, and 10 seconds.
   while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 loop
-    exit when v_passed > 0 and clock_timestamp() > statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2;
+    exit when v_tried and clock_timestamp() > statement_timestamp() + least(nullif(current_setting('statement_timeout')::interval, '0') / 2, '10 seconds');
+    v_tried := true;
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
@@ -6830,7 +6833,7 @@ begin
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
       where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
-        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after > v_now) as alone,   -- as _is_suspect() had it
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone,   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
     pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
   into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
@@ -7092,7 +7095,7 @@ declare
   v_now    timestamptz := pgque.clock();
   -- Each key takes a lock.  Messages that are not delivered are checked quickly.
   v_look   bigint := case
-    when p_passed is not null then greatest(case when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end, least(p_passed, 20000))
+    when p_passed is not null then greatest(case when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end, least(p_passed / 4, 20000))
   end;
   v_rows   pgque.event[];
   v_more   boolean;
@@ -8439,7 +8442,7 @@ begin
     v_state.closed := true;
   end if;
   if v_lease.pos_fresh > 0 and not v_state.closed then
-    v_rows := pgque._chosen_sql(v_sub, v_lease, v_ids);
+    v_rows := pgque._span_of_ids_sql(v_sub, v_lease, v_ids);
     execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._among($1, e.ev_id)', v_rows)
     into v_log using v_ids;
     -- A message may be settled in the leaf that is no longer written.
@@ -8492,7 +8495,7 @@ $$;
 
 -- Returns the query of the messages of a batch from the log between the first and the
 -- last of p_ids, which are sorted; null: all.
-create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
+create or replace function pgque._span_of_ids_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
 language plpgsql as $$
 begin
   if p_ids is null then
@@ -11369,8 +11372,9 @@ begin
   perform pgque._need_read_committed('purge()');
   perform pgque._rebase(v_queue.queue_id);
   perform pgque._let_keys_be_said(v_queue);
-  -- Calls that move a consumer to a stored tick wait here.
-  perform from pgque.queue q where q.queue_id = v_queue.queue_id for no key update;
+  -- Calls that move a consumer to a stored tick wait here; those with an older snapshot get
+  -- 40001, since the row changes.
+  update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
   perform pgque._stop_all(v_queue.queue_id);
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
@@ -14792,6 +14796,10 @@ $$;
 create or replace function pgque._behind(p_position pgque.position, p_batch pgque.position) returns pgque.position
 language sql as $$ select null::pgque.position from pgque._overtaken() $$;
 
+-- It chose the messages, and its caller relies on that.
+create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
+language sql as $$ select pgque._overtaken() $$;
+
 create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
 language sql as $$ select pgque._overtaken() $$;
 
@@ -14891,7 +14899,7 @@ language sql immutable as $$
       queue_incarnation tick_for next_tick split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
       get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer
       _ack _dead _next_batch _join'),
-    ('pgque_admin', '_fail create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
+    ('pgque_admin', '_fail _no_standby create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
       set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages get_message
       list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick
       confirm_restore ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events maint_recurring

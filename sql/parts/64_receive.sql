@@ -23,6 +23,7 @@ declare
   v_count   bigint := 0;
   v_bytes   bigint := 0;
   v_passed  bigint := 0;   -- messages that may not be delivered now
+  v_tried   boolean := false;
 begin
   if $7 < 1 then
     perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
@@ -58,10 +59,12 @@ begin
   end if;
 
   -- An empty answer means that no message can be delivered: the call passes any number of
-  -- messages whose key is busy, and of purged and expired ones.  A statement_timeout would
-  -- take that back, and the next call could not get further: so half of it is the limit.
+  -- messages whose key is busy, and of purged and expired ones.  A statement_timeout, or a
+  -- client that gives the call up, would take that back, and the next call could not get
+  -- further: so half of the timeout is the limit, and 10 seconds.
   while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 loop
-    exit when v_passed > 0 and clock_timestamp() > statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2;
+    exit when v_tried and clock_timestamp() > statement_timestamp() + least(nullif(current_setting('statement_timeout')::interval, '0') / 2, '10 seconds');
+    v_tried := true;
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
@@ -218,7 +221,7 @@ begin
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
       where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
-        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after > v_now) as alone,   -- as _is_suspect() had it
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone,   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
     pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
   into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
   queue := v_found.queue;

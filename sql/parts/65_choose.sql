@@ -19,7 +19,7 @@ declare
   v_now    timestamptz := pgque.clock();
   -- Each key takes a lock.  Messages that are not delivered are checked quickly.
   v_look   bigint := case
-    when p_passed is not null then greatest(case when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end, least(p_passed, 20000))
+    when p_passed is not null then greatest(case when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end, least(p_passed / 4, 20000))
   end;
   v_rows   pgque.event[];
   v_more   boolean;

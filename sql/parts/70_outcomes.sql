@@ -92,7 +92,7 @@ begin
     v_state.closed := true;
   end if;
   if v_lease.pos_fresh > 0 and not v_state.closed then
-    v_rows := pgque._chosen_sql(v_sub, v_lease, v_ids);
+    v_rows := pgque._span_of_ids_sql(v_sub, v_lease, v_ids);
     execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._among($1, e.ev_id)', v_rows)
     into v_log using v_ids;
     -- A message may be settled in the leaf that is no longer written.
@@ -145,7 +145,7 @@ $$;
 
 -- Returns the query of the messages of a batch from the log between the first and the
 -- last of p_ids, which are sorted; null: all.
-create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
+create or replace function pgque._span_of_ids_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
 language plpgsql as $$
 begin
   if p_ids is null then

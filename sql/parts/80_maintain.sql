@@ -566,8 +566,9 @@ begin
   perform pgque._need_read_committed('purge()');
   perform pgque._rebase(v_queue.queue_id);
   perform pgque._let_keys_be_said(v_queue);
-  -- Calls that move a consumer to a stored tick wait here.
-  perform from pgque.queue q where q.queue_id = v_queue.queue_id for no key update;
+  -- Calls that move a consumer to a stored tick wait here; those with an older snapshot get
+  -- 40001, since the row changes.
+  update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
   perform pgque._stop_all(v_queue.queue_id);
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);

@@ -48,6 +48,10 @@ $$;
 create or replace function pgque._behind(p_position pgque.position, p_batch pgque.position) returns pgque.position
 language sql as $$ select null::pgque.position from pgque._overtaken() $$;
 
+-- It chose the messages, and its caller relies on that.
+create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
+language sql as $$ select pgque._overtaken() $$;
+
 create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
 language sql as $$ select pgque._overtaken() $$;
 

@@ -539,6 +539,35 @@ def test_an_upgrade_from_before_0_4_3_is_refused_and_changes_nothing(own: Connec
     assert schema(own_dsn) == before
 
 
+@pytest.mark.parametrize("call", ["archive", "dead", "nack", "ack"])
+def test_outcomes_by_ids_that_wait_for_an_upgrade_are_of_these_messages_only(
+    fresh_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    call: str,
+) -> None:
+    install_earlier(fresh_dsn, EARLIER[-1])
+    own, upgrade, waiting = connect(fresh_dsn), connect(fresh_dsn, autocommit=False), connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = send_many(own, "q", 10)
+    tick(own, "q")
+    batch = value(own, "select min(r.batch_id) from pgque.receive('q', 'c') as r")
+    upgrade.execute(SOURCE)
+    query = f"select count(*) from pgque.{call}(%s, %s::bigint[])"
+    told = background(lambda c: value(c, query, batch, [sent[9], sent[0]]), waiting)
+    wait_for_lock(waiting.info.backend_pid)
+    upgrade.commit()
+    ended = {sent[0], sent[9]}
+    try:
+        told.result()
+    except psycopg.errors.SerializationFailure:
+        ended = set()
+    left = "select array_agg(r.msg_id order by r.msg_id) from pgque.receive('q', 'c') as r"
+    assert value(own, left) == [msg_id for msg_id in sent if msg_id not in ended]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("version", [None, EARLIER[-1]])
 def test_installing_under_load_neither_deadlocks_nor_loses(

@@ -259,6 +259,18 @@ def test_purged_messages_are_in_no_window_any_more(
     works(pool)
 
 
+def test_who_subscribes_with_a_snapshot_older_than_a_purge_is_told_to_retry(
+    pool: Connection, transaction: Callable[..., Connection]
+) -> None:
+    offer(pool, "q", 3)
+    forced_tick(pool, "q")
+    old = transaction(dsn=pool.info.dsn)
+    old.execute("set transaction isolation level repeatable read")
+    value(old, "select count(*) from pgque.queue")
+    assert purge(pool) == 3
+    refused("40001", value, old, "select pgque.subscribe('q', 'late', 'earliest')")
+
+
 def test_a_purge_during_a_purge_waits_and_finds_nothing(pool: Connection, pair: Pair) -> None:
     offer(pool, "q", 3)
     take(pool, "q", "w1", 1, "1 day")
