@@ -20,7 +20,6 @@ from sql.helpers import (
     receive,
     receive_coop,
     refused,
-    release,
     rotate,
     rows,
     send,
@@ -331,10 +330,9 @@ def test_a_window_of_20000_messages_is_shared_without_loss(conn: Connection, sub
     assert len(set(batches)) == len(batches)
 
 
-def test_releasing_and_hiding_are_for_the_batches_of_workers(conn: Connection, subscribed: str) -> None:
+def test_extending_and_hiding_are_for_the_batches_of_workers(conn: Connection, subscribed: str) -> None:
     offer(conn, subscribed, 2)
     (batch, *_) = receive(conn, subscribed)
     refused("PQ005", extend, conn, batch.batch_id, "1 minute")
     refused("PQ005", set_visibility, conn, batch.batch_id, "1 minute")
-    refused("PQ005", release, conn, batch.batch_id)
     assert ack(conn, batch.batch_id) == 1

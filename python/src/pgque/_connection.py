@@ -88,6 +88,8 @@ def open_client_before(
         stopper.give_up_after(seconds, connect)
     except BaseException:
         given_up = True
+        for client in opened:  # opened in the moment in which it was given up
+            client.close()
         raise
     return opened[0]
 

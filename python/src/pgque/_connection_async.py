@@ -87,6 +87,8 @@ async def open_client_before(
         await stopper.give_up_after(seconds, connect)
     except BaseException:
         given_up = True
+        for client in opened:  # opened in the moment in which it was given up
+            await client.close()
         raise
     return opened[0]
 
