@@ -219,12 +219,15 @@ def conclude(h: History, conn: psycopg.Connection[Any], threads: dict[str, threa
     h.faults += [d for d in h.deadlocks if not re.match(r"[pk]\d|look|vacuum|passer|dump", d)]
     h.stats["milliseconds to judge"] = round((time.monotonic() - began) * 1000)
     time.sleep(1)  # the statistics come a little later
-    # Rotation deletes ticks of newer tables that a late writer left rows behind: see _forget_ticks().
+    # Rotation deletes ticks of newer tables that a late writer left rows behind: see _forget_ticks(). A purge
+    # updates the ticks of its queue.
     for table, updates, deletes in rows(
         conn,
         "select relname, n_tup_upd, n_tup_del from pg_stat_user_tables where schemaname = 'pgque'"
-        " and relname ~ '^(event|tick|position|settled)_'"
-        " and n_tup_upd + case when relname like 'tick%' then 0 else n_tup_del end > 0",
+        " and relname ~ '^(event|tick|position|settled)_' and case when relname like 'tick%%'"
+        " then n_tup_upd > 0 and relname not like 'tick_' || (select q.queue_id from pgque.queue q where"
+        " q.queue_name = %s) || '_%%' else n_tup_upd + n_tup_del > 0 end",
+        OTHER,
     ):
         h.faults.append(f"{table} has {updates} updated and {deletes} deleted rows")
     h.stats["messages"] = sum(s.fate == "committed" for s in h.sent.values())
