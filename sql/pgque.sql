@@ -12794,7 +12794,7 @@ begin
         execute format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(v_queue.queue_id))
         into v_old using pgque.clock() - interval '1 minute';
         if v_old.tick_id is null then
-          v_old := pgque._find_tick(v_queue, 'earliest');
+          execute format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id)) into v_old;
         end if;
       end if;
       ticker_lag := pgque.clock() - v_last.tick_time;

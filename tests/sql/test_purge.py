@@ -264,9 +264,7 @@ def test_who_subscribes_with_a_snapshot_older_than_a_purge_is_told_to_retry(
 ) -> None:
     offer(pool, "q", 3)
     forced_tick(pool, "q")
-    old = transaction(dsn=pool.info.dsn)
-    old.execute("set transaction isolation level repeatable read")
-    value(old, "select count(*) from pgque.queue")
+    old = transaction("repeatable read", pool.info.dsn)
     assert purge(pool) == 3
     refused("40001", value, old, "select pgque.subscribe('q', 'late', 'earliest')")
 
