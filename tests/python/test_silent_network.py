@@ -314,8 +314,25 @@ def test_a_command_ends_after_the_time_of_its_option(
     assert "has not answered for 0.5 s" in done.stderr
 
 
-def test_statements_of_a_transactional_handler_have_no_limit(
-    dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick, wait_until: Wait
+@pytest.fixture
+def slow_constraint(conn: Connection) -> Iterator[str]:
+    """The name of a table whose deferred constraint takes longer than a call may."""
+    conn.execute("create table slow_constraint (msg_id bigint)")
+    conn.execute(
+        "create function check_slowly() returns trigger language plpgsql"
+        f" as $$ begin perform pg_sleep({2 * LIMIT}); return null; end $$".encode()
+    )
+    conn.execute(
+        "create constraint trigger slow after insert on slow_constraint"
+        " deferrable initially deferred for each row execute function check_slowly()"
+    )
+    yield "slow_constraint"
+    conn.execute("drop table slow_constraint")
+    conn.execute("drop function check_slowly()")
+
+
+def test_statements_and_deferred_constraints_of_a_transactional_handler_have_no_limit(
+    dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick, wait_until: Wait, slow_constraint: str
 ) -> None:
     client.subscribe(queue, "c")
     client.send(queue, "1")
@@ -326,6 +343,7 @@ def test_statements_of_a_transactional_handler_have_no_limit(
     @consumer.handler("*")
     def handle(message: pgque.Message, conn: psycopg.Connection[object]) -> None:
         conn.execute("select pg_sleep(%s)", [2 * LIMIT])
+        conn.execute(f"insert into {slow_constraint} values (%s)".encode(), [message.msg_id])
         handled.append(True)
 
     with running(lambda: consumer.run(catch_signals=False), consumer.stop, 20):

@@ -162,7 +162,8 @@ class AsyncConsumer:
         bad_payload: outcome if a handler raises PgquePayloadError, or the payload does not fit its model:
             "dead" gives the message up, with the reason; "retry" treats it as any error.
         command_timeout: seconds in which the server has to answer each call; then the consumer connects
-            again. It does not count for the statements of a handler with `transactional=True`.
+            again. It does not count for the statements of a handler with `transactional=True`, nor for its
+            deferred constraints.
     """
 
     def __init__(
@@ -557,26 +558,25 @@ class AsyncConsumer:
         """Run a handler in a savepoint, so that one that fails takes only its own work back, and return the
         outcome of its message."""
         async with client.conn.transaction() as savepoint:
-            try:
-                with (
-                    within(client.conn, None),
-                    self._stopper.stop_deadline(client.conn, self.command_timeout or math.inf),
-                ):
+            # Deferred triggers are the handler's own work, as its statements are.
+            deadline = self._stopper.stop_deadline(client.conn, self.command_timeout or math.inf)
+            with within(client.conn, None), deadline:
+                try:
                     outcome = self._outcome(await self._stopper.handle(handler, message, client.conn))
-            finally:
-                # The next statement would wait for ever, also the rollback to the savepoint.
-                is_busy = _is_busy(client.conn)
+                finally:
+                    # The next statement would wait for ever, also the rollback to the savepoint.
+                    is_busy = _is_busy(client.conn)
+                    if is_busy:
+                        await client.conn.close()
                 if is_busy:
-                    await client.conn.close()
-            if is_busy:
-                raise RuntimeError(_LEFT_OPEN)
-            has_failed = client.conn.info.transaction_status is TransactionStatus.INERROR
-            if has_failed and outcome == ACK:
-                raise RuntimeError(_TRANSACTION_FAILED)
-            if has_failed or outcome.redelivers:
-                # What the handler wrote would be written again by the next attempt.
-                raise psycopg.Rollback(savepoint)
-            await client.conn.execute(check.encode(), prepare=False)
+                    raise RuntimeError(_LEFT_OPEN)
+                has_failed = client.conn.info.transaction_status is TransactionStatus.INERROR
+                if has_failed and outcome == ACK:
+                    raise RuntimeError(_TRANSACTION_FAILED)
+                if has_failed or outcome.redelivers:
+                    # What the handler wrote would be written again by the next attempt.
+                    raise psycopg.Rollback(savepoint)
+                await client.conn.execute(check.encode(), prepare=False)
         return outcome
 
     def _outcome(self, returned: object) -> MessageOutcome:
