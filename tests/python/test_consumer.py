@@ -1344,6 +1344,33 @@ def test_a_message_whose_handler_kills_the_process_is_dead_at_last_and_no_other_
     assert client.receive(subscribed, "c") == []
 
 
+def test_messages_of_a_killed_process_come_one_at_a_time_also_behind_retries_that_were_due_before(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    client.send_batch(subscribed, "t", ["retry", "retry", "retry"])
+    tick(subscribed)
+    retried = client.receive(subscribed, "c")
+    client.nack(retried[0].batch_id, retried, 3600)
+    client.ack(retried[0].batch_id)
+    client.send_batch(subscribed, "t", ["left", "left"])
+    tick(subscribed)
+    assert len(client.receive(subscribed, "c")) == 2  # as a process that is killed then
+    client.retry_now(subscribed, "c")
+    batches: dict[int, list[str | None]] = {}
+    consumer = pgque.Consumer(dsn, queue=subscribed, consumer="c")
+
+    @consumer.handler("*")
+    def handle(message: pgque.Message) -> None:
+        batches.setdefault(message.batch_id, []).append(message.payload)
+
+    with running(consumer):
+        wait_until(lambda: sum(map(len, batches.values())) == 5)
+        client.send_batch(subscribed, "t", ["new", "new"])
+        tick(subscribed)
+        wait_until(lambda: sum(map(len, batches.values())) == 7)
+    assert list(batches.values()) == [["retry"]] * 3 + [["left"]] * 2 + [["new", "new"]]
+
+
 @pytest.mark.parametrize("options", [{}, {"transactional": True}], ids=["plain", "transactional"])
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_handler_that_calls_exit_has_failed(

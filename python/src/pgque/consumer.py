@@ -238,7 +238,7 @@ class Consumer:
         self._single = SingleRun("consumer", self._stopper)
         self._is_new = True  # nothing was received yet
         self._left_open: int | None = None  # the batch that an earlier process had
-        self._alone = 0  # how many of the next messages are received one at a time
+        self._alone: set[int] = set()  # messages are received one at a time until these were received
 
     def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" is all types without one. The
@@ -340,9 +340,11 @@ class Consumer:
                     continue
                 self._notified = False
                 received_at = time.monotonic()
-                count = 1 if self._alone > 0 else self.max_messages
+                count = 1 if self._alone else self.max_messages
                 batch = self._receive(client, count)
-                self._alone = max(0, self._alone - 1) if batch else 0
+                if not batch or batch[0].receive_count == 1:
+                    self._alone.clear()  # due retries come first: those that did not come have expired, say
+                self._alone.difference_update(message.msg_id for message in batch)
                 if batch and batch[0].batch_id == self._left_open:
                     self._put_back(client, batch)
                 elif batch:
@@ -405,7 +407,7 @@ class Consumer:
             log.warning("message %s of queue %s is rejected: %s", ids[0], self.queue, _ENDED)
         else:
             outcome = RELEASE
-            self._alone = len(ids)
+            self._alone = set(ids)
             log.warning(
                 "the process that had batch %s of queue %s ended before it reported the outcomes: its %s"
                 " messages are received one at a time, so that one that ends the process is found",
