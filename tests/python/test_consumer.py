@@ -1344,6 +1344,25 @@ def test_a_message_whose_handler_kills_the_process_is_dead_at_last_and_no_other_
     assert client.receive(subscribed, "c") == []
 
 
+def test_a_message_that_was_alone_in_one_process_that_ended_is_not_rejected(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    client.send(subscribed, "1")
+    tick(subscribed)
+    assert len(client.receive(subscribed, "c")) == 1  # as a process that is killed then
+    seen: list[tuple[int | None, int | None]] = []
+    consumer = pgque.Consumer(dsn, queue=subscribed, consumer="c")
+
+    @consumer.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append((message.retry_count, message.receive_count))
+
+    with running(consumer):
+        wait_until(lambda: seen or client.dlq_inspect(subscribed))
+    assert seen == [(0, 2)]
+
+
 def test_messages_of_a_killed_process_come_one_at_a_time_also_behind_retries_that_were_due_before(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:

@@ -398,11 +398,12 @@ class Consumer:
         """Put the messages back that an earlier process left when it was killed, perhaps by a handler.
 
         It is not known which of them was handled then, so they are received one at a time from now on: if one
-        of them ends this process too, the next process finds it alone. A message that is found alone is
-        rejected, so that it is dead after the queue's `max_retries`.
+        of them ends this process too, the next process finds it alone. A message that is found alone, and was
+        left by a process before, is rejected, so that it is dead after the queue's `max_retries`. One end of
+        a process may have another cause.
         """
         ids = [message.msg_id for message in batch]
-        if len(ids) == 1:
+        if len(ids) == 1 and (batch[0].receive_count or 1) > (batch[0].retry_count or 0) + 1:
             outcome = MessageOutcome("nack", interval(self.retry_after), _ENDED)
             log.warning("message %s of queue %s is rejected: %s", ids[0], self.queue, _ENDED)
         else:
