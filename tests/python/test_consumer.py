@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import secrets
 import signal
@@ -1208,6 +1209,25 @@ def test_a_batch_is_not_taken_over_while_one_handler_runs_longer_than_the_dead_i
         wait_until(lambda: bool(seen))
         wait_until(lambda: all(info.current_batch is None for info in client.get_consumer_info(queue)))
     assert (len(seen), taken) == (1, [])
+
+
+def test_a_subconsumer_with_no_dead_interval_does_not_keep_a_core_busy(
+    dsn: str, client: pgque.PgqueClient, queue: str, wait_until: Wait
+) -> None:
+    checks: list[float] = []
+
+    class Counting(pgque.Consumer):
+        def _leases(self) -> list[Any]:
+            checks.append(time.monotonic())
+            return super()._leases()
+
+    client.subscribe_subconsumer(queue, "c", "a")
+    consumer = Counting(
+        dsn, queue=queue, consumer="c", subconsumer="a", dead_interval=0, unknown_handler_policy="ack"
+    )
+    with running(consumer):
+        wait_until(lambda: len(checks) > 5)
+    assert all(later - earlier > 0.01 for earlier, later in itertools.pairwise(checks[:5]))
 
 
 def test_a_consumer_that_reads_on_its_own_has_no_place_for_a_subconsumer(

@@ -35,6 +35,9 @@ log = logging.getLogger("pgque.worker")
 # lease is extended; how often leases are looked at, which is also how long an extension may take.
 _OPEN_AFTER, _EXTEND_AFTER, _CHECK_EVERY = 1 / 4, 1 / 2, 1 / 8
 
+# Seconds between two checks at least, however short a lease is: a dead_interval may be 0.
+_LEAST_PAUSE = 0.05
+
 # Seconds without a lease that needs it after which the connection is closed.
 _LINGER = 60.0
 
@@ -156,7 +159,8 @@ class _Keeper:
             except (PgqueError, psycopg.Error) as fault:
                 self._close()
                 self._log_failed(fault if isinstance(fault, PgqueError) else from_psycopg(fault))
-            self._changed.wait(_CHECK_EVERY * min(holder.seconds for holder in holders))
+            shortest = min(holder.seconds for holder in holders)
+            self._changed.wait(max(_CHECK_EVERY * shortest, _LEAST_PAUSE))
         self._close()
 
     def _close(self) -> None:
