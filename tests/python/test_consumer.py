@@ -1230,6 +1230,27 @@ def test_a_subconsumer_with_no_dead_interval_does_not_keep_a_core_busy(
     assert all(later - earlier > 0.01 for earlier, later in itertools.pairwise(checks[:5]))
 
 
+def test_leases_are_extended_after_an_unexpected_error_which_is_logged_with_its_traceback(
+    dsn: str, client: pgque.PgqueClient, queue: str, wait_until: Wait, caplog: pytest.LogCaptureFixture
+) -> None:
+    checks: list[int] = []
+
+    class Faulty(pgque.Consumer):
+        def _leases(self) -> list[Any]:
+            checks.append(len(checks))
+            if checks == [0]:
+                raise ValueError("a bug")
+            return super()._leases()
+
+    client.subscribe_subconsumer(queue, "c", "a")
+    consumer = Faulty(
+        dsn, queue=queue, consumer="c", subconsumer="a", dead_interval=0.5, unknown_handler_policy="ack"
+    )
+    with running(consumer):
+        wait_until(lambda: len(checks) > 1)
+    assert "leases cannot be extended, trying again: ValueError: a bug\nTraceback" in caplog.text
+
+
 def test_a_consumer_that_reads_on_its_own_has_no_place_for_a_subconsumer(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:
