@@ -670,6 +670,28 @@ def test_faults_that_trying_again_cannot_help_are_raised(dsn: str, queue: str) -
         pgque.Worker(dsn, queue=queue, consumer="nobody", unknown_handler_policy="ack").run()
 
 
+@pytest.mark.parametrize("kind", [pgque.Worker, pgque.Consumer])
+def test_a_message_that_the_encoding_of_the_connection_lacks_does_not_end_a_program(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    caplog: pytest.LogCaptureFixture,
+    kind: Callable[..., Any],
+) -> None:
+    seen: list[str | None] = []
+    program = kind(make_conninfo(dsn, client_encoding="latin1"), queue=pool, consumer="c")
+    program.handler("*")(lambda message: seen.append(message.payload))
+    _send(client, pool, tick, "\u20ac")
+    with running(program):
+        wait_until(lambda: "next try in" in caplog.text)
+        client.purge(pool)
+        _send(client, pool, tick, "next")
+        wait_until(lambda: bool(seen))
+    assert seen == ["next"]
+
+
 def test_after_a_stop_what_runs_is_finished_and_what_was_not_started_is_handed_back(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
 ) -> None:

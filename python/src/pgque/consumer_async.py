@@ -440,11 +440,12 @@ class AsyncConsumer:
                 batch = await client.receive(
                     self.queue, self.consumer, count, ack_batch=finished, max_bytes=self.max_bytes
                 )
-            except (PgqueBadArgument, PgqueQueueInUse) as error:
-                raise type(error)(
-                    error.args[0], sqlstate=error.sqlstate, hint=_NOT_FOR_CONSUMER, queue=self.queue
-                ) from error
-            except (PgqueError, psycopg.Error):
+            except (PgqueError, psycopg.Error) as error:
+                is_of_message = isinstance(error, PgquePayloadError)
+                if isinstance(error, (PgqueBadArgument, PgqueQueueInUse)) and not is_of_message:
+                    raise type(error)(
+                        error.args[0], sqlstate=error.sqlstate, hint=_NOT_FOR_CONSUMER, queue=self.queue
+                    ) from error
                 # What is done is not to be done again because more is out of reach.
                 if not client.conn.closed:
                     await self._report(client)
