@@ -8551,7 +8551,8 @@ begin
     using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new, p_reason;
     perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(v_ids));
   else
-    for v_item in execute coalesce(v_with || ' ', '') || v_items using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new loop
+    -- Each gets the time of its turn, and messages become due by that time.
+    for v_item in execute pg_catalog.concat_ws(' ', v_with, v_items, 'order by ev_id') using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new loop
       v_ids := v_ids || v_item.ev_id;
       perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
     end loop;

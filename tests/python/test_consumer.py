@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import secrets
 import signal
@@ -1210,6 +1211,46 @@ def test_a_batch_is_not_taken_over_while_one_handler_runs_longer_than_the_dead_i
     assert (len(seen), taken) == (1, [])
 
 
+def test_a_subconsumer_with_no_dead_interval_does_not_keep_a_core_busy(
+    dsn: str, client: pgque.PgqueClient, queue: str, wait_until: Wait
+) -> None:
+    checks: list[float] = []
+
+    class Counting(pgque.Consumer):
+        def _leases(self) -> list[Any]:
+            checks.append(time.monotonic())
+            return super()._leases()
+
+    client.subscribe_subconsumer(queue, "c", "a")
+    consumer = Counting(
+        dsn, queue=queue, consumer="c", subconsumer="a", dead_interval=0, unknown_handler_policy="ack"
+    )
+    with running(consumer):
+        wait_until(lambda: len(checks) > 5)
+    assert all(later - earlier > 0.01 for earlier, later in itertools.pairwise(checks[:5]))
+
+
+def test_leases_are_extended_after_an_unexpected_error_which_is_logged_with_its_traceback(
+    dsn: str, client: pgque.PgqueClient, queue: str, wait_until: Wait, caplog: pytest.LogCaptureFixture
+) -> None:
+    checks: list[int] = []
+
+    class Faulty(pgque.Consumer):
+        def _leases(self) -> list[Any]:
+            checks.append(len(checks))
+            if checks == [0]:
+                raise ValueError("a bug")
+            return super()._leases()
+
+    client.subscribe_subconsumer(queue, "c", "a")
+    consumer = Faulty(
+        dsn, queue=queue, consumer="c", subconsumer="a", dead_interval=0.5, unknown_handler_policy="ack"
+    )
+    with running(consumer):
+        wait_until(lambda: len(checks) > 1)
+    assert "leases cannot be extended, trying again: ValueError: a bug\nTraceback" in caplog.text
+
+
 def test_a_consumer_that_reads_on_its_own_has_no_place_for_a_subconsumer(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:
@@ -1342,6 +1383,52 @@ def test_a_message_whose_handler_kills_the_process_is_dead_at_last_and_no_other_
         "bad 1",
     }
     assert client.receive(subscribed, "c") == []
+
+
+def test_a_message_that_was_alone_in_one_process_that_ended_is_not_rejected(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    client.send(subscribed, "1")
+    tick(subscribed)
+    assert len(client.receive(subscribed, "c")) == 1  # as a process that is killed then
+    seen: list[tuple[int | None, int | None]] = []
+    consumer = pgque.Consumer(dsn, queue=subscribed, consumer="c")
+
+    @consumer.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append((message.retry_count, message.receive_count))
+
+    with running(consumer):
+        wait_until(lambda: seen or client.dlq_inspect(subscribed))
+    assert seen == [(0, 2)]
+
+
+def test_messages_of_a_killed_process_come_one_at_a_time_also_behind_retries_that_were_due_before(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    client.send_batch(subscribed, "t", ["retry", "retry", "retry"])
+    tick(subscribed)
+    retried = client.receive(subscribed, "c")
+    client.nack(retried[0].batch_id, retried, 3600)
+    client.ack(retried[0].batch_id)
+    client.send_batch(subscribed, "t", ["left", "left"])
+    tick(subscribed)
+    assert len(client.receive(subscribed, "c")) == 2  # as a process that is killed then
+    client.retry_now(subscribed, "c")
+    batches: dict[int, list[str | None]] = {}
+    consumer = pgque.Consumer(dsn, queue=subscribed, consumer="c")
+
+    @consumer.handler("*")
+    def handle(message: pgque.Message) -> None:
+        batches.setdefault(message.batch_id, []).append(message.payload)
+
+    with running(consumer):
+        wait_until(lambda: sum(map(len, batches.values())) == 5)
+        client.send_batch(subscribed, "t", ["new", "new"])
+        tick(subscribed)
+        wait_until(lambda: sum(map(len, batches.values())) == 7)
+    assert list(batches.values()) == [["retry"]] * 3 + [["left"]] * 2 + [["new", "new"]]
 
 
 @pytest.mark.parametrize("options", [{}, {"transactional": True}], ids=["plain", "transactional"])

@@ -19,7 +19,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 import pgque
-from pgque import exporter, ticker
+from pgque import _encode, exporter, ticker
 from support.processes import ended
 from support.silent import SilentPath, silent_path
 from support.threads import running
@@ -243,6 +243,28 @@ def test_a_call_without_an_answer_is_an_error_that_says_what_to_do(path: SilentP
         assert client.conn.closed
 
 
+def test_a_client_is_not_opened_over_a_path_that_goes_silent_after_its_first_statements(
+    path: SilentPath, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
+) -> None:
+    check = _encode.check_version
+
+    def check_and_silence(*versions: Any) -> None:
+        check(*versions)
+        path.silence()
+
+    monkeypatch.setattr(_encode, "check_version", check_and_silence)
+    raised: list[pgque.PgqueConnectionError] = []
+
+    def open_client() -> None:
+        try:
+            pgque.connect(path.dsn, command_timeout=LIMIT)
+        except pgque.PgqueConnectionError as error:
+            raised.append(error)
+
+    with running(open_client, lambda: None, 10):
+        wait_until(lambda: bool(raised))
+
+
 async def _cancelled_call(path: SilentPath, queue: str) -> bool:
     client = await pgque.connect_async(path.dsn, autocommit=True)
     path.silence()
@@ -263,6 +285,26 @@ def lock(conn: Connection) -> None:
     """Take a lock that every consumer needs, as a session does that never ends its transaction."""
     conn.execute("begin")
     conn.execute("lock table pgque.subscription in access exclusive mode")
+
+
+@pytest.fixture
+def slow_commit(conn: Connection) -> Iterator[Callable[[str], None]]:
+    """Let a deferred constraint of what is sent to a queue take longer than a call may."""
+
+    def slow_down(queue: str) -> None:
+        row = conn.execute("select pgque.current_event_table(%s)", [queue]).fetchone()
+        assert row is not None
+        conn.execute(
+            f"create constraint trigger slow after insert on {row[0]}"
+            " deferrable initially deferred for each row execute function check_slowly()".encode()
+        )
+
+    conn.execute(
+        "create function check_slowly() returns trigger language plpgsql"
+        f" as $$ begin perform pg_sleep({2 * LIMIT}); return null; end $$".encode()
+    )
+    yield slow_down
+    conn.execute("drop function check_slowly() cascade")
 
 
 def active(conn: psycopg.Connection[Any], name: str) -> bool:
@@ -297,13 +339,24 @@ def test_a_statement_that_is_given_up_does_not_wait_on_in_the_server(
         wait_until(lambda: not waiting(client.conn, "limited"))
 
 
+@pytest.mark.parametrize("waits", ["in its call", "in its commit"])
 def test_a_command_ends_after_the_time_of_its_option(
-    dsn: str, queue: str, connect: Callable[[], Connection], client: pgque.PgqueClient
+    dsn: str,
+    queue: str,
+    connect: Callable[[], Connection],
+    client: pgque.PgqueClient,
+    slow_commit: Callable[[str], None],
+    waits: str,
 ) -> None:
     client.subscribe(queue, "c")
-    lock(connect())
+    if waits == "in its call":
+        lock(connect())
+        command = ["receive", queue, "c"]
+    else:
+        slow_commit(queue)
+        command = ["send", queue, "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "pgque.cli", "--command-timeout", str(LIMIT), "receive", queue, "c"],
+        [sys.executable, "-m", "pgque.cli", "--command-timeout", str(LIMIT), *command],
         env={**os.environ, "PGQUE_DSN": dsn},
         capture_output=True,
         text=True,
@@ -311,12 +364,24 @@ def test_a_command_ends_after_the_time_of_its_option(
         check=False,
     )
     assert done.returncode == 1
+<<<<<<< HEAD
     assert f"has not answered for {LIMIT} s" in done.stderr
+=======
+    assert "pgque: the server has not answered for 0.5 s" in done.stderr
+>>>>>>> h-python
 
 
-def test_statements_of_a_transactional_handler_have_no_limit(
-    dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick, wait_until: Wait
+def test_statements_and_deferred_constraints_of_a_transactional_handler_have_no_limit(
+    dsn: str,
+    queue: str,
+    client: pgque.PgqueClient,
+    tick: Tick,
+    wait_until: Wait,
+    new_queue: Callable[[], str],
+    slow_commit: Callable[[str], None],
 ) -> None:
+    other = new_queue()
+    slow_commit(other)
     client.subscribe(queue, "c")
     client.send(queue, "1")
     tick(queue)
@@ -326,6 +391,7 @@ def test_statements_of_a_transactional_handler_have_no_limit(
     @consumer.handler("*")
     def handle(message: pgque.Message, conn: psycopg.Connection[object]) -> None:
         conn.execute("select pg_sleep(%s)", [2 * LIMIT])
+        pgque.send(conn, other, "x")  # with a deferred constraint that takes as long
         handled.append(True)
 
     with running(lambda: consumer.run(catch_signals=False), consumer.stop, 20):

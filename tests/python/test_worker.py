@@ -14,7 +14,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -670,6 +670,28 @@ def test_faults_that_trying_again_cannot_help_are_raised(dsn: str, queue: str) -
         pgque.Worker(dsn, queue=queue, consumer="nobody", unknown_handler_policy="ack").run()
 
 
+@pytest.mark.parametrize("kind", [pgque.Worker, pgque.Consumer])
+def test_a_message_that_the_encoding_of_the_connection_lacks_does_not_end_a_program(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    caplog: pytest.LogCaptureFixture,
+    kind: Callable[..., Any],
+) -> None:
+    seen: list[str | None] = []
+    program = kind(make_conninfo(dsn, client_encoding="latin1"), queue=pool, consumer="c")
+    program.handler("*")(lambda message: seen.append(message.payload))
+    _send(client, pool, tick, "\u20ac")
+    with running(program):
+        wait_until(lambda: "next try in" in caplog.text)
+        client.purge(pool)
+        _send(client, pool, tick, "next")
+        wait_until(lambda: bool(seen))
+    assert seen == ["next"]
+
+
 def test_after_a_stop_what_runs_is_finished_and_what_was_not_started_is_handed_back(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
 ) -> None:
@@ -1197,6 +1219,40 @@ def test_async_handlers_run_as_tasks(
     )
     assert [d.ev_data for d in client.dlq_inspect(pool)] == ["dead"]
     assert _left(client, pool) == []
+
+
+def test_a_task_that_outlives_its_cancellation_keeps_neither_its_place_nor_its_worker(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    client.set_queue_config(pool, "max_retries", 0)
+    _send(client, pool, tick, "hangs", "next")
+    seen: list[str | None] = []
+
+    async def call() -> bool:
+        worker = pgque.AsyncWorker(dsn, queue=pool, consumer="c", concurrency=1, handler_timeout=0.2)
+        freed = asyncio.Event()
+
+        @worker.handler("*")
+        async def handle(message: pgque.Message) -> None:
+            seen.append(message.payload)
+            while message.payload == "hangs" and not freed.is_set():
+                with suppress(asyncio.CancelledError):  # as a clean-up that waits for a silent network
+                    await freed.wait()
+
+        run = asyncio.ensure_future(worker.run(catch_signals=False))
+        try:
+            await asyncio.to_thread(wait_until, lambda: len(seen) == 2 and _held(client, pool) == 0)
+            worker.stop()
+            done, _ = await asyncio.wait([run], timeout=10)
+            return bool(done)
+        finally:
+            freed.set()
+            worker.stop()
+            await run
+
+    assert asyncio.run(call())
+    assert seen == ["hangs", "next"]
+    assert [letter.ev_data for letter in client.dlq_inspect(pool)] == ["hangs"]
 
 
 def test_an_async_worker_pauses_between_attempts_to_reach_the_database(

@@ -14,6 +14,7 @@ from sql.helpers import (
     configure,
     drain,
     forced_tick,
+    ids,
     move_clock,
     nack,
     nack_ids,
@@ -21,6 +22,7 @@ from sql.helpers import (
     pump,
     receive,
     refused,
+    release,
     rotate,
     rows,
     send,
@@ -177,6 +179,22 @@ def test_released_messages_come_again_after_the_ack_without_a_retry_more(
     refused("PQ005", value, conn, "select pgque.set_visibility(%s, '0')", batch[0].batch_id)
     assert ack(conn, batch[0].batch_id) == 1
     assert receive(conn, subscribed) == []
+
+
+def test_messages_that_are_put_back_come_again_in_the_order_of_their_ids(
+    conn: Connection, subscribed: str
+) -> None:
+    """Whichever tables they lie in: after the last of the three comes the first."""
+    for _ in range(3):
+        sent = send_many(conn, subscribed, 3)
+        assert rotate(conn, subscribed) == 1
+        sent += send_many(conn, subscribed, 3)
+        tick(conn, subscribed)
+        batch = receive(conn, subscribed)
+        assert ids(batch) == sent
+        assert release(conn, batch[0].batch_id) == len(sent)
+        assert ack(conn, batch[0].batch_id) == 1
+        assert drain(conn, subscribed, count=1) == sent
 
 
 def test_many_due_retries_come_back_together(conn: Connection, subscribed: str) -> None:

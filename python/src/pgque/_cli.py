@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import click
+import psycopg
 from psycopg import IsolationLevel
 from rich.cells import cell_len
 from rich.console import Console
@@ -22,7 +23,7 @@ from rich.table import Table
 
 from ._limit import COMMAND_TIMEOUT
 from .client import PgqueClient
-from .errors import PgqueError
+from .errors import PgqueError, from_psycopg
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -91,6 +92,15 @@ def connect(dsn: str, *, autocommit: bool = False) -> PgqueClient:
     client = PgqueClient.connect(dsn, autocommit=autocommit, command_timeout=command_timeout())
     client.conn.isolation_level = IsolationLevel.READ_COMMITTED
     return client
+
+
+def commit(client: PgqueClient) -> None:
+    """Commit, with the time limit of this command."""
+    try:
+        with client._limited():
+            client.conn.commit()
+    except psycopg.Error as error:
+        raise from_psycopg(error) from error
 
 
 def json_option(command: Callable[P, R]) -> Callable[P, R]:

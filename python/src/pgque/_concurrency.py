@@ -92,6 +92,7 @@ class TaskPool(Generic[T]):
         self._work = work
         self._free = list(range(size))  # numbers of places for a task
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by place
+        self._abandoned: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
         self._items: deque[T] = deque()
         self._unassigned = 0  # items that no task will take, of those that were made
         self._loop = asyncio.get_running_loop()
@@ -117,6 +118,11 @@ class TaskPool(Generic[T]):
                 await self._work(self._items.popleft())
         except BaseException:  # noqa: S110, recorded by `work`
             pass
+        if self._tasks.get(place) is asyncio.current_task():  # otherwise it was abandoned
+            self._follow(place)
+
+    def _follow(self, place: int) -> None:
+        """Start the next item in a place, or free the place."""
         if self._unassigned and not self.is_closing:
             self._unassigned -= 1
             self._start(place)
@@ -128,9 +134,16 @@ class TaskPool(Generic[T]):
         return asyncio.current_task()
 
     def abandon(self, place: asyncio.Task[Any] | None) -> None:
-        """Cancel a task; another one follows in its place."""
-        if place is not None:
-            place.cancel()
+        """Cancel a task, and have another one work in its place at once: a task may outlive its
+        cancellation."""
+        for number, task in self._tasks.items():
+            if task is place:
+                task.cancel()
+                self._abandoned.add(task)
+                task.add_done_callback(self._abandoned.discard)
+                del self._tasks[number]
+                self._follow(number)
+                return
 
     def queued(self) -> int:
         """Count the items that no task has started."""
@@ -144,7 +157,7 @@ class TaskPool(Generic[T]):
         return items
 
     async def close(self) -> None:
-        """Cancel the tasks."""
+        """Cancel the tasks, and wait for their end, but not for those that were abandoned."""
         self.is_closing = True
         tasks = list(self._tasks.values())
         for task in tasks:

@@ -27,13 +27,16 @@ from ._batches import Statement
 from ._connection import open_client
 from ._limit import within
 from .client import PgqueClient
-from .errors import PgqueError, from_psycopg, one_line
+from .errors import PgqueError, described, from_psycopg, one_line
 
 log = logging.getLogger("pgque.worker")
 
 # Of the length of a lease: when the connection is opened, so that it is there when it is needed; when the
 # lease is extended; how often leases are looked at, which is also how long an extension may take.
 _OPEN_AFTER, _EXTEND_AFTER, _CHECK_EVERY = 1 / 4, 1 / 2, 1 / 8
+
+# Seconds between two checks at least, however short a lease is: a dead_interval may be 0.
+_LEAST_PAUSE = 0.05
 
 # Seconds without a lease that needs it after which the connection is closed.
 _LINGER = 60.0
@@ -147,16 +150,17 @@ class _Keeper:
     def _run(self) -> None:
         while holders := list(self._holders):
             self._changed.clear()
-            try:
-                for holder in holders:
+            for holder in holders:
+                try:
                     holder.heartbeat.check(holder.name, holder.seconds)
                     self._extend_due(holder)
-                if time.monotonic() - self._needed_at > _LINGER:
+                except Exception as fault:  # of any kind: the leases of all workers depend on this thread
                     self._close()
-            except (PgqueError, psycopg.Error) as fault:
+                    self._log_failed(from_psycopg(fault) if isinstance(fault, psycopg.Error) else fault)
+            if time.monotonic() - self._needed_at > _LINGER:
                 self._close()
-                self._log_failed(fault if isinstance(fault, PgqueError) else from_psycopg(fault))
-            self._changed.wait(_CHECK_EVERY * min(holder.seconds for holder in holders))
+            shortest = min(holder.seconds for holder in holders)
+            self._changed.wait(max(_CHECK_EVERY * shortest, _LEAST_PAUSE))
         self._close()
 
     def _close(self) -> None:
@@ -191,11 +195,13 @@ class _Keeper:
             return
         lease.note_extended(now, held)
 
-    def _log_failed(self, error: PgqueError) -> None:
-        text = one_line(error)
+    def _log_failed(self, error: Exception) -> None:
+        """Log an error once, and an unexpected one with its traceback."""
+        is_expected = isinstance(error, PgqueError)
+        text = one_line(error) if isinstance(error, PgqueError) else described(error)
         if text != self._logged:
             self._logged = text
-            log.warning("leases cannot be extended, trying again: %s", text)
+            log.warning("leases cannot be extended, trying again: %s", text, exc_info=not is_expected)
 
 
 _keepers: dict[str, _Keeper] = {}

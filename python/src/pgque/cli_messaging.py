@@ -14,6 +14,7 @@ from ._cli import (
     EXIT_NOTHING,
     age,
     as_dict,
+    commit,
     connect,
     dsn_option,
     dump,
@@ -45,7 +46,7 @@ def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[st
     with connect(dsn) as client:
         created = client.create_queue(queue, pairs(settings) or None)
         subscribed = [(consumer, client.subscribe(queue, consumer)) for consumer in consumers]
-        client.conn.commit()
+        commit(client)
         if created:
             echo(f"queue {queue} is created")
         else:
@@ -135,7 +136,7 @@ def send(
             ttls=[ttl] * count if ttl is not None else None,
             partition_keys=[partition_key] * count if partition_key is not None else None,
         )
-        client.conn.commit()
+        commit(client)
         for msg_id in ids:
             echo(msg_id)
         warn_unread(client, queue, "nobody receives these messages")
@@ -175,7 +176,7 @@ def receive(
         batch = client.receive(
             queue, consumer, max_messages, worker=worker, visibility_timeout=visibility_timeout
         )
-        client.conn.commit()
+        commit(client)
         for message in batch:
             echo(dump(as_dict(message)) if as_json else _text(message))
         sys.stdout.flush()

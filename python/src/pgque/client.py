@@ -1407,25 +1407,29 @@ class PgqueClient:
             return
         idle = self._conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
         try:
-            found: str | None = None
-            with self._conn.cursor(row_factory=tuple_row) as cur:
-                with self._limited():
-                    cur.execute(_encode.FIND_VERSION, prepare=False)
-                callable_row = cur.fetchone()
-                if callable_row is not None and callable_row[0]:
-                    with self._limited():
-                        cur.execute("select pgque.version()", prepare=False)
-                    version_row = cur.fetchone()
-                    found = version_row[0] if version_row else None
-            # A role that may not ask is told so by its first real call.
-            if callable_row is None or callable_row[0]:
-                _encode.check_version(found, __version__)
-            _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
+            with self._limited():
+                try:
+                    self._find_version()
+                finally:
+                    if idle and not self._conn.closed and not self._conn.autocommit:
+                        self._conn.rollback()  # nothing but the two look-ups was in it
         except psycopg.Error as error:
             raise from_psycopg(error) from error
-        finally:
-            if idle and not self._conn.closed and not self._conn.autocommit:
-                self._conn.rollback()  # nothing but the two look-ups was in it
+
+    def _find_version(self) -> None:
+        """Check that the versions fit, and note whether the connection is direct."""
+        found: str | None = None
+        with self._conn.cursor(row_factory=tuple_row) as cur:
+            cur.execute(_encode.FIND_VERSION, prepare=False)
+            callable_row = cur.fetchone()
+            if callable_row is not None and callable_row[0]:
+                cur.execute("select pgque.version()", prepare=False)
+                version_row = cur.fetchone()
+                found = version_row[0] if version_row else None
+        # A role that may not ask is told so by its first real call.
+        if callable_row is None or callable_row[0]:
+            _encode.check_version(found, __version__)
+        _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
 
     def _report(
         self,

@@ -1406,25 +1406,29 @@ class AsyncPgqueClient:
             return
         idle = self._conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
         try:
-            found: str | None = None
-            async with self._conn.cursor(row_factory=tuple_row) as cur:
-                with self._limited():
-                    await cur.execute(_encode.FIND_VERSION, prepare=False)
-                callable_row = await cur.fetchone()
-                if callable_row is not None and callable_row[0]:
-                    with self._limited():
-                        await cur.execute("select pgque.version()", prepare=False)
-                    version_row = await cur.fetchone()
-                    found = version_row[0] if version_row else None
-            # A role that may not ask is told so by its first real call.
-            if callable_row is None or callable_row[0]:
-                _encode.check_version(found, __version__)
-            _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
+            with self._limited():
+                try:
+                    await self._find_version()
+                finally:
+                    if idle and not self._conn.closed and not self._conn.autocommit:
+                        await self._conn.rollback()  # nothing but the two look-ups was in it
         except psycopg.Error as error:
             raise from_psycopg(error) from error
-        finally:
-            if idle and not self._conn.closed and not self._conn.autocommit:
-                await self._conn.rollback()  # nothing but the two look-ups was in it
+
+    async def _find_version(self) -> None:
+        """Check that the versions fit, and note whether the connection is direct."""
+        found: str | None = None
+        async with self._conn.cursor(row_factory=tuple_row) as cur:
+            await cur.execute(_encode.FIND_VERSION, prepare=False)
+            callable_row = await cur.fetchone()
+            if callable_row is not None and callable_row[0]:
+                await cur.execute("select pgque.version()", prepare=False)
+                version_row = await cur.fetchone()
+                found = version_row[0] if version_row else None
+        # A role that may not ask is told so by its first real call.
+        if callable_row is None or callable_row[0]:
+            _encode.check_version(found, __version__)
+        _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
 
     async def _report(
         self,

@@ -162,7 +162,8 @@ class AsyncConsumer:
         bad_payload: outcome if a handler raises PgquePayloadError, or the payload does not fit its model:
             "dead" gives the message up, with the reason; "retry" treats it as any error.
         command_timeout: seconds in which the server has to answer each call; then the consumer connects
-            again. It does not count for the statements of a handler with `transactional=True`.
+            again. It does not count for the statements of a handler with `transactional=True`, nor for its
+            deferred constraints.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class AsyncConsumer:
         self._single = SingleRun("consumer", self._stopper)
         self._is_new = True  # nothing was received yet
         self._left_open: int | None = None  # the batch that an earlier process had
-        self._alone = 0  # how many of the next messages are received one at a time
+        self._alone: set[int] = set()  # messages are received one at a time until these were received
 
     def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" is all types without one. The
@@ -338,9 +339,11 @@ class AsyncConsumer:
                     continue
                 self._notified = False
                 received_at = time.monotonic()
-                count = 1 if self._alone > 0 else self.max_messages
+                count = 1 if self._alone else self.max_messages
                 batch = await self._receive(client, count)
-                self._alone = max(0, self._alone - 1) if batch else 0
+                if not batch or batch[0].receive_count == 1:
+                    self._alone.clear()  # due retries come first: those that did not come have expired, say
+                self._alone.difference_update(message.msg_id for message in batch)
                 if batch and batch[0].batch_id == self._left_open:
                     await self._put_back(client, batch)
                 elif batch:
@@ -394,16 +397,17 @@ class AsyncConsumer:
         """Put the messages back that an earlier process left when it was killed, perhaps by a handler.
 
         It is not known which of them was handled then, so they are received one at a time from now on: if one
-        of them ends this process too, the next process finds it alone. A message that is found alone is
-        rejected, so that it is dead after the queue's `max_retries`.
+        of them ends this process too, the next process finds it alone. A message that is found alone, and was
+        left by a process before, is rejected, so that it is dead after the queue's `max_retries`. One end of
+        a process may have another cause.
         """
         ids = [message.msg_id for message in batch]
-        if len(ids) == 1:
+        if len(ids) == 1 and (batch[0].receive_count or 1) > (batch[0].retry_count or 0) + 1:
             outcome = MessageOutcome("nack", interval(self.retry_after), _ENDED)
             log.warning("message %s of queue %s is rejected: %s", ids[0], self.queue, _ENDED)
         else:
             outcome = RELEASE
-            self._alone = len(ids)
+            self._alone = set(ids)
             log.warning(
                 "the process that had batch %s of queue %s ended before it reported the outcomes: its %s"
                 " messages are received one at a time, so that one that ends the process is found",
@@ -436,11 +440,12 @@ class AsyncConsumer:
                 batch = await client.receive(
                     self.queue, self.consumer, count, ack_batch=finished, max_bytes=self.max_bytes
                 )
-            except (PgqueBadArgument, PgqueQueueInUse) as error:
-                raise type(error)(
-                    error.args[0], sqlstate=error.sqlstate, hint=_NOT_FOR_CONSUMER, queue=self.queue
-                ) from error
-            except (PgqueError, psycopg.Error):
+            except (PgqueError, psycopg.Error) as error:
+                is_of_message = isinstance(error, PgquePayloadError)
+                if isinstance(error, (PgqueBadArgument, PgqueQueueInUse)) and not is_of_message:
+                    raise type(error)(
+                        error.args[0], sqlstate=error.sqlstate, hint=_NOT_FOR_CONSUMER, queue=self.queue
+                    ) from error
                 # What is done is not to be done again because more is out of reach.
                 if not client.conn.closed:
                     await self._report(client)
@@ -557,26 +562,25 @@ class AsyncConsumer:
         """Run a handler in a savepoint, so that one that fails takes only its own work back, and return the
         outcome of its message."""
         async with client.conn.transaction() as savepoint:
-            try:
-                with (
-                    within(client.conn, None),
-                    self._stopper.stop_deadline(client.conn, self.command_timeout or math.inf),
-                ):
+            # Deferred triggers are the handler's own work, as its statements are.
+            deadline = self._stopper.stop_deadline(client.conn, self.command_timeout or math.inf)
+            with within(client.conn, None), deadline:
+                try:
                     outcome = self._outcome(await self._stopper.handle(handler, message, client.conn))
-            finally:
-                # The next statement would wait for ever, also the rollback to the savepoint.
-                is_busy = _is_busy(client.conn)
+                finally:
+                    # The next statement would wait for ever, also the rollback to the savepoint.
+                    is_busy = _is_busy(client.conn)
+                    if is_busy:
+                        await client.conn.close()
                 if is_busy:
-                    await client.conn.close()
-            if is_busy:
-                raise RuntimeError(_LEFT_OPEN)
-            has_failed = client.conn.info.transaction_status is TransactionStatus.INERROR
-            if has_failed and outcome == ACK:
-                raise RuntimeError(_TRANSACTION_FAILED)
-            if has_failed or outcome.redelivers:
-                # What the handler wrote would be written again by the next attempt.
-                raise psycopg.Rollback(savepoint)
-            await client.conn.execute(check.encode(), prepare=False)
+                    raise RuntimeError(_LEFT_OPEN)
+                has_failed = client.conn.info.transaction_status is TransactionStatus.INERROR
+                if has_failed and outcome == ACK:
+                    raise RuntimeError(_TRANSACTION_FAILED)
+                if has_failed or outcome.redelivers:
+                    # What the handler wrote would be written again by the next attempt.
+                    raise psycopg.Rollback(savepoint)
+                await client.conn.execute(check.encode(), prepare=False)
         return outcome
 
     def _outcome(self, returned: object) -> MessageOutcome:

@@ -312,6 +312,8 @@ def one_line(error: PgqueError) -> str:
 
 def is_permanent(error: PgqueError) -> bool:
     """Return True if trying again cannot help: the code or the set-up must change first."""
+    if isinstance(error, PgquePayloadError):
+        return False  # of one message, which may be gone the next time
     if isinstance(error, _PERMANENT):
         return True
     if error.sqlstate in {"42883", "42P01", *_POOLER_STATES}:
