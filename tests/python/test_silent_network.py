@@ -364,11 +364,7 @@ def test_a_command_ends_after_the_time_of_its_option(
         check=False,
     )
     assert done.returncode == 1
-<<<<<<< HEAD
-    assert f"has not answered for {LIMIT} s" in done.stderr
-=======
-    assert "pgque: the server has not answered for 0.5 s" in done.stderr
->>>>>>> h-python
+    assert f"pgque: the server has not answered for {LIMIT} s" in done.stderr
 
 
 def test_statements_and_deferred_constraints_of_a_transactional_handler_have_no_limit(
