@@ -16,7 +16,8 @@ Consume = Callable[[Connection, str], int]
 
 
 def _by_pgq(conn: Connection, name: str) -> int:
-    batch = one(conn, f"select pgque.next_batch('{name}', 'c')")
+    found = conn.execute("select pgque.next_batch(%s, 'c')", [name]).fetchone()
+    batch = found[0] if found else None
     if batch is None:
         return 0
     events = conn.execute("select ev_id, ev_data from pgque.get_batch_events(%s)", [batch]).fetchall()
