@@ -305,7 +305,8 @@ begin
         'To keep messages for longer after all consumers have finished them, raise rotation_period: they stay for two to three times as long.',
         v_queue.queue_name, $2, v_tick.tick_time));
   end if;
-  return pgque.seek(v_queue.queue_name, $2, v_tick.tick_id, true);
+  -- The name may be that of another queue by now.
+  return pgque.seek(v_queue.queue_name, $2, v_tick.tick_id, true, pgque._incarnation(v_queue), caller);
 end
 $$;
 comment on function pgque.seek_to_time(text, text, timestamptz, pgque.caller) is
