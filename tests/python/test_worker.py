@@ -23,6 +23,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgque
+from pgque import _concurrency
 from support import threads
 
 Tick = Callable[[str], int | None]
@@ -1221,15 +1222,31 @@ def test_async_handlers_run_as_tasks(
     assert _left(client, pool) == []
 
 
+@pytest.mark.parametrize("handler_timeout", [0.2, None])
 def test_a_task_that_outlives_its_cancellation_keeps_neither_its_place_nor_its_worker(
-    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    monkeypatch: pytest.MonkeyPatch,
+    handler_timeout: float | None,
 ) -> None:
+    monkeypatch.setattr(_concurrency, "CLEAN_UP", 0.2)
     client.set_queue_config(pool, "max_retries", 0)
     _send(client, pool, tick, "hangs", "next")
     seen: list[str | None] = []
+    wanted = ["hangs"] if handler_timeout is None else ["hangs", "next"]
 
     async def call() -> bool:
-        worker = pgque.AsyncWorker(dsn, queue=pool, consumer="c", concurrency=1, handler_timeout=0.2)
+        worker = pgque.AsyncWorker(
+            dsn,
+            queue=pool,
+            consumer="c",
+            concurrency=1,
+            handler_timeout=handler_timeout,
+            shutdown_timeout=0.2,
+        )
         freed = asyncio.Event()
 
         @worker.handler("*")
@@ -1241,7 +1258,9 @@ def test_a_task_that_outlives_its_cancellation_keeps_neither_its_place_nor_its_w
 
         run = asyncio.ensure_future(worker.run(catch_signals=False))
         try:
-            await asyncio.to_thread(wait_until, lambda: len(seen) == 2 and _held(client, pool) == 0)
+            await asyncio.to_thread(wait_until, lambda: seen == wanted)
+            if handler_timeout is not None:
+                await asyncio.to_thread(wait_until, lambda: _held(client, pool) == 0)
             worker.stop()
             done, _ = await asyncio.wait([run], timeout=10)
             return bool(done)
@@ -1251,8 +1270,9 @@ def test_a_task_that_outlives_its_cancellation_keeps_neither_its_place_nor_its_w
             await run
 
     assert asyncio.run(call())
-    assert seen == ["hangs", "next"]
-    assert [letter.ev_data for letter in client.dlq_inspect(pool)] == ["hangs"]
+    assert seen == wanted
+    assert [letter.ev_data for letter in client.dlq_inspect(pool)] == wanted[:-1]
+    assert _held(client, pool) == 0
 
 
 def test_an_async_worker_pauses_between_attempts_to_reach_the_database(

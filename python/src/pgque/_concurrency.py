@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Seconds that a task has to end after it was cancelled: it may swallow that, or hang while it cleans up.
+CLEAN_UP = 5.0
+
 # The garbage collector may close a loop over messages while its thread has the lock for another one.
 Lock = threading.RLock
 AsyncLock = asyncio.Lock
@@ -157,12 +160,13 @@ class TaskPool(Generic[T]):
         return items
 
     async def close(self) -> None:
-        """Cancel the tasks, and wait for their end, but not for those that were abandoned."""
+        """Cancel the tasks, and wait some seconds for their end, but not for those that were abandoned."""
         self.is_closing = True
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLEAN_UP)
 
 
 class SingleRun:
