@@ -167,7 +167,8 @@ def ticks(debian: Debian, wait_until: WaitUntil) -> None:
     assert debian.status("scheduler")[0] == "scheduled"
     with debian.connect() as connection:
         check = "select status, advice from pgque.health() where check_name = 'ticker'"
-        assert connection.execute(check).fetchone() == ("ok", None)
+        # The queues are late until each has its first tick.
+        wait_until(lambda: connection.execute(check).fetchone() == ("ok", None), "health", timeout=20)
 
 
 @pytest.mark.parametrize(
