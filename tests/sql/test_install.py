@@ -548,17 +548,17 @@ def test_outcomes_by_ids_that_wait_for_an_upgrade_are_of_these_messages_only(
     call: str,
 ) -> None:
     install_earlier(fresh_dsn, EARLIER[-1])
-    own, upgrade, waiting = connect(fresh_dsn), connect(fresh_dsn, autocommit=False), connect(fresh_dsn)
+    own, waiting = connect(fresh_dsn), connect(fresh_dsn)
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")
     sent = send_many(own, "q", 10)
     tick(own, "q")
     batch = value(own, "select min(r.batch_id) from pgque.receive('q', 'c') as r")
-    upgrade.execute(SOURCE)
     query = f"select count(*) from pgque.{call}(%s, %s::bigint[])"
-    told = background(lambda c: value(c, query, batch, [sent[9], sent[0]]), waiting)
-    wait_for_lock(waiting.info.backend_pid)
-    upgrade.commit()
+    with as_owner(fresh_dsn) as upgrade:
+        upgrade.execute(SOURCE)
+        told = background(lambda c: value(c, query, batch, [sent[9], sent[0]]), waiting)
+        wait_for_lock(waiting.info.backend_pid)
     ended = {sent[0], sent[9]}
     try:
         told.result()
