@@ -200,6 +200,12 @@ begin
 end
 $$;
 
+-- Returns the id of a sender's transaction.  The planner inlines this function.
+create or replace function pgque._sender_xid() returns xid8
+language sql as $$
+  select case when pg_catalog.pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_catalog.pg_current_xact_id() end
+$$;
+
 -- The mark of the writing transaction, for generated columns: a hash of its id and of
 -- the time it began.  The id alone is not enough: the transaction that loads a dump
 -- into another cluster may have the id of the one that wrote the row.  Marks are 2^62
@@ -2521,7 +2527,7 @@ create or replace function pgque._send(
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_txid  xid8 := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
+  v_txid  xid8 := pgque._sender_xid();
   v_id    bigint;
 begin
   if p_headers is not null then
@@ -2774,7 +2780,7 @@ create or replace function pgque._send_rows(
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_count    int := coalesce(cardinality(p_data), cardinality(p_bytes));
-  v_txid     xid8 := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
+  v_txid     xid8 := pgque._sender_xid();
   v_now      timestamptz := pgque.clock();
   v_queue    pgque.queue := p_queue;
   v_plain    boolean[];
@@ -3179,7 +3185,7 @@ begin
   if pgque._no_payloads($1, cardinality($3)) then
     return '{}';
   end if;
-  v_txid := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
+  v_txid := pgque._sender_xid();
   select q.queue_id, q.queue_event_seq into v_id, v_seq
   from pgque.queue q
   where q.queue_name = $1 collate "default" and q.queue_open

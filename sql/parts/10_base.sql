@@ -141,6 +141,12 @@ begin
 end
 $$;
 
+-- Returns the id of a sender's transaction.  The planner inlines this function.
+create or replace function pgque._sender_xid() returns xid8
+language sql as $$
+  select case when pg_catalog.pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_catalog.pg_current_xact_id() end
+$$;
+
 -- The mark of the writing transaction, for generated columns: a hash of its id and of
 -- the time it began.  The id alone is not enough: the transaction that loads a dump
 -- into another cluster may have the id of the one that wrote the row.  Marks are 2^62

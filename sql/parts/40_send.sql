@@ -47,7 +47,7 @@ create or replace function pgque._send(
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_txid  xid8 := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
+  v_txid  xid8 := pgque._sender_xid();
   v_id    bigint;
 begin
   if p_headers is not null then
@@ -300,7 +300,7 @@ create or replace function pgque._send_rows(
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_count    int := coalesce(cardinality(p_data), cardinality(p_bytes));
-  v_txid     xid8 := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
+  v_txid     xid8 := pgque._sender_xid();
   v_now      timestamptz := pgque.clock();
   v_queue    pgque.queue := p_queue;
   v_plain    boolean[];
@@ -705,7 +705,7 @@ begin
   if pgque._no_payloads($1, cardinality($3)) then
     return '{}';
   end if;
-  v_txid := case when pg_is_in_recovery() then pgque._no_standby('cannot send') else pg_current_xact_id() end;
+  v_txid := pgque._sender_xid();
   select q.queue_id, q.queue_event_seq into v_id, v_seq
   from pgque.queue q
   where q.queue_name = $1 collate "default" and q.queue_open

@@ -21,7 +21,7 @@ from psycopg_pool import ConnectionPool
 from . import _encode, _otel, _payloads, _statements
 from ._decode import reading
 from ._direct import is_direct
-from ._dsn import given_or_default, with_keepalives
+from ._dsn import with_keepalives
 from ._encode import MessageOrId
 from ._json import Encoder
 from ._limit import COMMAND_TIMEOUT, LimitedConnection, check_command_timeout, within, within_by_default
@@ -129,7 +129,7 @@ class PgqueClient:
         check_command_timeout(command_timeout)
         try:
             conn = LimitedConnection.connect(
-                with_keepalives(given_or_default(dsn)),
+                with_keepalives(dsn),
                 autocommit=autocommit,
                 row_factory=tuple_row,
                 prepare_threshold=None,
