@@ -6282,24 +6282,29 @@ create or replace function pgque._find(p_queue text, p_consumer text, p_caller n
 language plpgsql set jit = off as $$
 declare
   v_found  record;
-  v_name   text := p_queue;
+  v_queue  pgque.queue;
 begin
-  for v_again in 0..1 loop
-    select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
-    from pgque.queue q
-    join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
-    join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+  select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
+  from pgque.queue q
+  join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
+  join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+  cross join pgque.journal j
+  where q.queue_name = p_queue collate pg_catalog."default"
+    and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
+  if not found then
+    -- p_queue is a queue_uid, or the queue has got this name since that query began.  It is
+    -- looked for by its id, since its name may be another one already when the next query begins.
+    v_queue := pgque._queue(p_queue, p_caller, 'consume');
+    select s as sub, j.journal_cur, v_queue.queue_archive_on_ack, v_queue.queue_restored into v_found
+    from pgque.consumer c
+    join pgque.subscriber s on s.sub_queue = v_queue.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
     cross join pgque.journal j
-    where q.queue_name = v_name collate pg_catalog."default"
-      and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
-    exit when found;
-    if v_again = 1 then
+    where c.co_queue in (0, v_queue.queue_id) and c.co_name = p_consumer collate pg_catalog."default";
+    if not found then
       perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
         'Subscribe it first: select pgque.subscribe(queue, consumer);');
     end if;
-    -- p_queue is a queue_uid, or the queue has got this name since that query began.
-    v_name := (pgque._queue(p_queue, p_caller, 'consume')).queue_name;
-  end loop;
+  end if;
   if v_found.queue_restored then
     perform pgque._need_loaded(q) from pgque.queue q where q.queue_id = (v_found.sub).sub_queue;
   end if;
