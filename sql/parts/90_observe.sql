@@ -718,6 +718,9 @@ language sql immutable as $f$
     $q$, p_rows, p_where)
 $f$;
 
+-- No index serves the filters: one of the log by type made send_batch take 1.4 times as
+-- long, and a filter that a million pending messages do not satisfy takes 0.2 to 0.6 s
+-- without it.  With many consumers this is read for each of them.
 create or replace function pgque.list_messages(
   queue_name text, only_status text default null, limit_count int default 100, only_type text default null, only_key text default null,
   only_consumer text default null, since timestamptz default null, until timestamptz default null, matching text default null,
@@ -762,7 +765,7 @@ comment on function pgque.list_messages(text, text, int, text, text, text, times
   'payload (its first 100,000 characters), the headers or last_error, in upper or lower case (of the letters that the database''s locale knows). '
   'after_id: only those with a greater id. To read page by page, begin with 0 and continue with the last msg_id; a message then has all its rows, '
   'so there may be a few more than limit_count. available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead '
-  'letter. A filter that few messages satisfy makes the call read all of them. Errors: PQ001 no such queue; PQ005 another status, or limit_count '
+  'letter. A filter that few messages satisfy makes the call read all of them, for each consumer: with only_consumer, for one. Errors: PQ001 no such queue; PQ005 another status, or limit_count '
   'is negative.';
 
 create or replace function pgque.get_message(

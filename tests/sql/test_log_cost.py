@@ -128,7 +128,7 @@ STATES: list[tuple[Callable[[Connection, int], None], int, int, int]] = [
     (queues, 2, 10, 1000),
 ]
 # What a call may read more for each message, consumer, dead letter, retry or queue, and why.
-FILTER = "reads what does not satisfy the filter, until enough does"
+FILTER = "reads what does not satisfy the filter, until enough does: an index would cost each send more"
 COUNT = "returns their number"
 EACH = "returns each of them"
 SORTS = "the planner may sort a table that is small, or that it knows nothing of"
