@@ -2,19 +2,28 @@
 -- subscribe: consumers of a queue
 -- ---------------------------------------------------------------------------
 
+-- Returns the row of a consumer by name.  The server inlines it.  OFFSET 0 fixes the
+-- order of the joins, so that the name is looked up first: without statistics the
+-- planner would read all subscribers of the queue.
+create or replace function pgque._named(p_queue_id int, p_consumer text) returns setof pgque.subscriber
+language sql stable as $$
+  select s.*
+  from (select c.co_id from pgque.consumer c where c.co_queue in (0, p_queue_id) and c.co_name = p_consumer collate pg_catalog."default" offset 0) c
+  cross join lateral (select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_consumer = c.co_id and s.sub_main is null offset 0) s
+$$;
+
 -- Returns the subscriber for a queue and a consumer, without a lock, the current leaf
 -- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
 -- PQ011 if there is none.
 create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
-language plpgsql set jit = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_found  record;
   v_queue  pgque.queue;
 begin
   select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
   from pgque.queue q
-  join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
-  join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+  cross join lateral pgque._named(q.queue_id, p_consumer) s
   cross join pgque.journal j
   where q.queue_name = p_queue collate pg_catalog."default"
     and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
@@ -23,10 +32,8 @@ begin
     -- looked for by its id, since its name may be another one already when the next query begins.
     v_queue := pgque._queue(p_queue, p_caller, 'consume');
     select s as sub, j.journal_cur, v_queue.queue_archive_on_ack, v_queue.queue_restored into v_found
-    from pgque.consumer c
-    join pgque.subscriber s on s.sub_queue = v_queue.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
-    cross join pgque.journal j
-    where c.co_queue in (0, v_queue.queue_id) and c.co_name = p_consumer collate pg_catalog."default";
+    from pgque._named(v_queue.queue_id, p_consumer) s
+    cross join pgque.journal j;
     if not found then
       perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
         'Subscribe it first: select pgque.subscribe(queue, consumer);');

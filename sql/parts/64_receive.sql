@@ -168,8 +168,7 @@ begin
     select s as sub, j.journal_cur as leaf, q.queue_archive_on_ack as archives,
       q.queue_reader as reader, case when q.queue_reader = pgque.version() then pg_catalog.pg_sequence_last_value(q.queue_tick_seq) end as last_tick
     into v_found from pgque.queue q
-    join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
-    join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+    cross join lateral pgque._named(q.queue_id, p_consumer) s
     cross join pgque.journal j
     where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
       and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));

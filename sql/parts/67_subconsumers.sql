@@ -222,12 +222,8 @@ create or replace function pgque._join(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
-  v_main   int;
+  v_main   int := (select s.sub_id from pgque._named(v_queue, $2) s);
 begin
-  select s.sub_id into v_main
-  from pgque.consumer c
-  join pgque.subscriber s on s.sub_queue = v_queue and s.sub_consumer = c.co_id and s.sub_main is null
-  where c.co_queue in (0, v_queue) and c.co_name = $2 collate "default";
   if pgque._find_worker(v_main, $3) is null then
     perform pgque.register_subconsumer($1, $2, $3, false, caller);
     v_main := (pgque._subscriber($1, $2, caller)).sub_id;

@@ -138,7 +138,6 @@ GROWS = {
     ("dead", "get_queue_info"): (Cost(0.01, 0.01), TICKS),
     ("pending", "list_messages, type"): (Cost(1, 4), FILTER),
     ("consumers", "get_consumer_info"): (Cost(3, 3), "finds the name among all"),
-    ("consumers", "receive"): (Cost(3, 3), "finds the name among all"),
     ("consumers", "peek"): (Cost(6, 4), "finds the slowest"),
     ("consumers", "list_messages, retry"): (Cost(12, 4), "looks for the batches of each"),
     ("consumers", "get_consumer_info of all"): (Cost(50, 12), EACH),
@@ -224,3 +223,27 @@ def test_a_call_reads_as_much_in_a_large_state_as_in_a_small_one_but_for_what_it
         if more.rows > room.rows or more.blocks > room.blocks:
             too_much.append(f"{name}, {when} analyze: {more}, at most {room}")
     assert not too_much, "\n" + "\n".join(too_much)
+
+
+def test_a_delivery_reads_only_its_own_consumer_of_many(server: TestServer, installed: str) -> None:
+    """Before an ANALYZE, when the planner expects one subscriber. After it a table of one page is read as a whole."""
+    read = (
+        "select sum(coalesce(seq_tup_read, 0) + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_all_tables"
+        " where relid in ('pgque.subscriber'::regclass, 'pgque.consumer'::regclass)"
+    )
+    found = []
+    for count in (1, 60):
+        with database(server, installed) as conn:
+            value(conn, "select pgque.create_queue('q')")
+            for name in [*map(str, range(count)), "last"]:
+                subscribe(conn, "q", name)
+            fill(conn, 1000)
+            with conn.transaction(force_rollback=True):
+                before = value(conn, read)
+                batch, _ = rows(conn, "select batch_id, msg_id from pgque.receive('q', 'last', 10)")[0]
+                assert value(conn, "select pgque.ack(%s)", batch) == 1
+                rows(conn, "select * from pgque.receive('q', 'last', 10, null, null, %s)", batch)
+                assert value(conn, "select pgque.next_batch('q', 'last')")
+                assert value(conn, "select pgque.register_subconsumer('q', 'last', 'w', true)") == 1
+                found.append(value(conn, read) - before)
+    assert found[0] == found[1]
