@@ -365,14 +365,14 @@ $$;
 
 -- Moves the messages of a batch that have no outcome from the log to the retry queue,
 -- under the same batch id.  They may be delivered from p_due on.  With p_token they get
--- another batch id and worker instead, with p_deliveries more deliveries.  Returns how
--- many there are.  The caller holds the batch's lock.
+-- another batch id and worker instead, or none if it is 0, with p_deliveries more
+-- deliveries.  Returns how many there are.  The caller holds the batch's lock.
 create or replace function pgque._shelve(
   p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz, p_token bigint default null, p_worker text default null, p_deliveries int default 0
 ) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_token  bigint := coalesce(p_token, p_lease.pos_batch);
+  v_token  bigint := nullif(coalesce(p_token, p_lease.pos_batch), 0);
   v_rows   text := pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, p_lease));
   v_count  bigint;
 begin
@@ -383,7 +383,7 @@ begin
     ' on conflict (ev_owner, ev_id, ev_queue) do update'
     ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)',
     v_rows)
-  using p_sub, p_due, v_token, coalesce(p_worker, p_lease.pos_worker), p_deliveries;
+  using p_sub, p_due, v_token, case when v_token is not null then coalesce(p_worker, p_lease.pos_worker) end, p_deliveries;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
     -- The primary key finds outcomes that this snapshot does not see.  These messages

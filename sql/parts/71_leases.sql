@@ -102,16 +102,21 @@ create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigi
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
+  v_fresh  bigint := 0;
   v_count  bigint;
 begin
   if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
-    perform pgque._shelve(p_sub, v_lease, pgque.clock());
+    if pgque._old_snapshot() then
+      perform pgque._shelve(p_sub, v_lease, pgque.clock());   -- finds the messages by their batch id, so the update counts them
+    else
+      v_fresh := pgque._shelve(p_sub, v_lease, pgque.clock(), 0);
+    end if;
   end if;
   -- A maintenance session that has one of them locked may roll back: this waits for it.
   update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
   where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
-  return v_count;
+  return v_fresh + v_count;
 end
 $$;
 

@@ -434,6 +434,22 @@ def test_reclaiming_spares_batches_that_were_handed_out_lately(pool: Connection)
     assert value(pool, "select pgque.reclaim('q', 'c')") == 0
 
 
+def test_reclaiming_stores_each_message_once(pool: Connection) -> None:
+    """Each version of a row has an entry in five indexes."""
+    offer(pool, "q", 60)
+    for number in range(20):
+        assert len(take(pool, "q", f"w{number}", 3)) == 3
+    with pool.transaction():
+        assert value(pool, "select pgque.reclaim('q', 'c')") == 20
+        assert rows(
+            pool,
+            "select n_tup_ins::int, n_tup_upd::int, n_tup_del::int from pg_stat_xact_all_tables"
+            " where relid = 'pgque.retry_queue'::regclass",
+        ) == [(60, 0, 0)]
+    again = take(pool, "q", "w")
+    assert (len(again), {m.receive_count for m in again}) == (60, {2})
+
+
 def test_workers_are_listed_with_what_they_hold_and_until_when(pool: Connection) -> None:
     value(pool, "select pgque.create_queue('r')")
     subscribe(pool, "r", "d")
