@@ -102,28 +102,37 @@ language sql stable as $$
     || coalesce(' and e.ev_id <= ' || p_upto, '')
 $$;
 
--- Reads a window once, in the order of ids, and notes for every 25 events (without
--- retries, which belong to one subscriber each) their range of ids and, for each table,
--- of row addresses.  A slice is then a TID range scan.  The rows of a window are fixed
--- and do not move.  VACUUM FULL and the like give the table another file, which is
--- noted too.  The map is a cache: without it, reading is only slower.
+-- Reads a window once, and notes for every 25 events or a few more (without retries,
+-- which belong to one subscriber each) their range of ids and, for each table, of row
+-- addresses.  A slice is then a TID range scan.  The rows of a window are fixed and do
+-- not move.  VACUUM FULL and the like give the table another file, which is noted too.
+-- The map is a cache: without it, reading is only slower.
+--
+-- Rows are hashed by 25 ids each, and only these groups are sorted: sorting all rows
+-- would take three times as long.  The planner takes each row for a group of its own, and
+-- would sort them (enable_sort).
 create or replace function pgque._map_window(p_queue_id int, p_from bigint, p_to bigint, p_xids int8multirange) returns void
-language plpgsql as $$
+language plpgsql set enable_sort = off set work_mem = '64MB' set jit = off as $$
 begin
   execute pg_catalog.format(
     $q$
     insert into pgque.window_map (map_queue, map_from, map_to, map_chunk, map_id_lo, map_id_hi, map_lo, map_hi, map_filenodes, map_xid)
-    select $1, $2, $3, r.chunk, min(r.ev_id), max(r.ev_id),
-      array[min(r.tid) filter (where r.n = 0), min(r.tid) filter (where r.n = 1), min(r.tid) filter (where r.n = 2)],
-      array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
-      pgque._filenodes($1), pgque._xid()
+    select $1, $2, $3, g.chunk, min(g.id_lo), max(g.id_hi),
+      array[min(g.tid_lo) filter (where g.n = 0), min(g.tid_lo) filter (where g.n = 1), min(g.tid_lo) filter (where g.n = 2)],
+      array[max(g.tid_hi) filter (where g.n = 0), max(g.tid_hi) filter (where g.n = 1), max(g.tid_hi) filter (where g.n = 2)],
+      $4, pgque._xid()
     from (
-      select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 25 as chunk
-      from (%s) w
-    ) r
-    group by r.chunk
+      select g.*, (greatest(sum(g.events) over (order by g.ids), 1)::bigint - 1) / 25 as chunk
+      from (
+        select w.ev_id / 25 as ids, w.n, count(*) filter (where w.ev_owner is null) as events,
+          min(w.ev_id) as id_lo, max(w.ev_id) as id_hi, min(w.tid) as tid_lo, max(w.tid) as tid_hi
+        from (%s) w
+        group by w.ev_id / 25, w.n
+      ) g
+    ) g
+    group by g.chunk
     $q$, pgque._rows_sql(p_queue_id, 'true', null, p_xids, 'e.ev_id, e.ev_owner, e.slot % 3 as n, e.ctid as tid'))
-  using p_queue_id, p_from, p_to;
+  using p_queue_id, p_from, p_to, pgque._filenodes(p_queue_id);
 end
 $$;
 
@@ -141,8 +150,9 @@ $$;
 -- window, with null for a table without rows to read.  Returns null if the window has
 -- no usable map.  p_max as in _slice_sql().
 --
--- Every chunk but the last holds at least 25 events for all subscribers.  So the chunks
--- that p_max needs, and one more, hold the batch and the message after it.
+-- Up to the end of chunk n there are more than 25 n events for all subscribers, and at
+-- most 25 n + 25.  So m chunks in a row hold more than 25 (m - 1): those that p_max needs,
+-- and two more, hold the batch and the message after it, even if the first is used up.
 create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position, p_max bigint) returns text[]
 language plpgsql as $$
 declare
@@ -169,7 +179,7 @@ begin
       and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
       and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
     order by m.map_id_hi
-    limit p_max / 25 + 2
+    limit p_max / 25 + 3
   ) m;
   if not v_mapped then
     return null;

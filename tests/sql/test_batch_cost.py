@@ -134,3 +134,36 @@ def test_the_first_message_of_a_key_is_found_without_reading_all_that_wait_behin
         assert sum(removed) < MANY / 10
         read = sum(int(count) * int(loops) for plan in plans for count, loops in READ.findall(plan))
         assert 0 < read < 3 * MANY
+
+
+def test_a_big_window_is_mapped_once_and_its_rows_are_not_sorted(
+    planned: tuple[Connection, list[str]],
+) -> None:
+    """Ids are missing, of sends that were rolled back. Each batch is full nevertheless."""
+    conn, plans = planned
+    value(conn, "select pgque.create_queue('q')")
+    subscribe(conn, "q")
+    sent: list[int] = []
+    for number in range(60):
+        with conn.transaction(force_rollback=number % 3 == 1):
+            size = 1 + (number * 37 + number // 3) % 90
+            some = rows(
+                conn, "select unnest(pgque.send_batch('q', 't', array_fill('x'::text, array[%s])))", size
+            )
+        sent += [i for [i] in some if number % 3 != 1]
+    value(conn, "select pgque.ticker('q')")
+    plans.clear()
+    for count in (1, 24, 25, 26, 49, 50, 51, 75, 1, 99, 100):
+        batch = take(conn, "q", count=count)
+        assert ids(batch) == sent[:count]
+        del sent[:count]
+    maps = [plan for plan in plans if "insert into pgque.window_map" in plan]
+    assert len(maps) == 1
+    sorted_rows = [int(n) for n in re.findall(r"-> +Sort .*actual time=\S+ rows=(\d+)", maps[0])]
+    assert sorted_rows and max(sorted_rows) < len(sent) / 10
+    reads = [
+        int(n)
+        for plan in plans
+        for n in re.findall(r"Tid Range Scan on event_\S+ e .*actual time=\S+ rows=(\d+)", plan)
+    ]
+    assert reads and max(reads) <= 7 * 25 + 25
