@@ -30,6 +30,8 @@ ENDS_BRIEF = {"aabb": "cc", "abab": "cc kc", "abba": "cc", "bbaa": "cc", "baba":
 ENDS_OLD = {"aabb": "cc", "abab": "cc", "abba": "", "bbaa": "cc", "baba": "cc cr", "baab": ""}
 ENDS_BOTH_OLD = {"aabb": "", "abab": "cc", "abba": "", "bbaa": "", "baba": "cc", "baab": ""}
 WORDS = {"c": "commit", "r": "rollback", "k": "killed", "s": "savepoint"}
+# Of those, what `make test` has: each order, and each way to end where the other side waits for it.
+OFTEN = {"aabb": "cc", "abab": "cc rc sc", "abba": "ck", "bbaa": "cc", "baba": "cc", "baab": "rc"}
 PATIENCE = 20.0
 
 
@@ -284,8 +286,8 @@ class Arena:
             side.finish()
 
 
-def combinations(old: str, both_ways: bool, brief: bool) -> Iterator[tuple[str, str, str, str, str]]:
-    """Name order, ends and isolation levels of each case.
+def combinations(old: str, both_ways: bool, brief: bool) -> Iterator[tuple[str, str, str, str, str, bool]]:
+    """Name order, ends and isolation levels of each case, and whether `make test` has it.
 
     old: the sides that may have an old snapshot. both_ways: the sides do different things.
     """
@@ -300,5 +302,8 @@ def combinations(old: str, both_ways: bool, brief: bool) -> Iterator[tuple[str, 
         levels.append((rr, rr, ENDS_BOTH_OLD))
     for order in ORDERS if both_ways else ORDERS[:3]:
         for level_a, level_b, ends in levels:
+            # One old snapshot is older than what the other side does only if its side acts second.
+            second = level_b if order[0] == "a" else level_a
             for end in ends[order].split():
-                yield order, WORDS[end[0]], WORDS[end[1]], level_a, level_b
+                often = (brief or end in OFTEN[order].split()) and (level_a == level_b or second == rr)
+                yield order, WORDS[end[0]], WORDS[end[1]], level_a, level_b, often

@@ -81,7 +81,7 @@ class Case:
         )
 
 
-CASES: list[Case] = []
+CASES: list[Any] = []
 
 
 def pair(
@@ -100,8 +100,9 @@ def pair(
 
     def register(check: Check) -> Check:
         one = Pair(setup, a, b or a, check, old, b is not None, frozenset(allowed.split()))
-        for order, end_a, end_b, level_a, level_b in combinations(old, b is not None, brief):
-            CASES.append(Case(one, order, (end_a, end_b), (level_a, level_b)))
+        for order, end_a, end_b, level_a, level_b, often in combinations(old, b is not None, brief):
+            case = Case(one, order, (end_a, end_b), (level_a, level_b))
+            CASES.append(pytest.param(case, id=str(case), marks=[] if often else pytest.mark.long))
         return check
 
     return register
@@ -124,7 +125,7 @@ def arena(server: TestServer, installed: str) -> Iterator[Arena]:
     drop_database(server, name)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_in_every_order_and_with_every_end(arena: Arena, case: Case) -> None:
     state = case.pair.setup(arena)
     acts = {"a": case.pair.a, "b": case.pair.b}
@@ -141,11 +142,16 @@ def test_in_every_order_and_with_every_end(arena: Arena, case: Case) -> None:
     arena.clear()
 
 
+WAITING = [("aabb", ""), ("abab", "b"), ("abba", "b"), ("bbaa", ""), ("baba", "a"), ("baab", "a")]
+
+
 @pytest.mark.parametrize(
-    ("order", "waiting"),
-    [("aabb", ""), ("abab", "b"), ("abba", "b"), ("bbaa", ""), ("baba", "a"), ("baab", "a")],
+    ("order", "waiting", "end"),
+    [
+        *((order, waiting, "commit") for order, waiting in WAITING),
+        *(("abab", "b", end) for end in ("rollback", "killed", "savepoint")),
+    ],
 )
-@pytest.mark.parametrize("end", ["commit", "rollback", "killed", "savepoint"])
 def test_who_acts_second_is_seen_waiting_until_the_first_has_ended(
     arena: Arena, order: str, waiting: str, end: str
 ) -> None:

@@ -75,7 +75,7 @@ def place(process: embedded.Server, tmp_path: Path, wait_until: Wait) -> Iterato
             direct = make_conninfo("", **{**parts, "password": PASSWORD})
             yield Place(admin, dsn, direct, Role(USER, direct), tell=wait_until)
         cluster.execute("drop database place with (force)")
-        for name in (USER, "pgque_reader", "pgque_writer", "pgque_admin", "pgque_user"):
+        for name in ("pgque_reader", "pgque_writer", "pgque_admin", "pgque_user", USER):  # USER granted them
             cluster.execute(f"drop role if exists {name}".encode())
 
 

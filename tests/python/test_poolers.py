@@ -50,8 +50,8 @@ RUNS = 8
 
 @pytest.fixture(scope="module")
 def bouncer(dsn: str) -> Iterator[str]:
-    """Connection string through a PgBouncer with two sessions."""
-    with pgbouncer.through(dsn) as pooled:
+    """Connection string through a PgBouncer with two sessions, which prepares nothing itself."""
+    with pgbouncer.through(dsn, follows=False) as pooled:
         yield pooled
 
 

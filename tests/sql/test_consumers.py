@@ -138,10 +138,12 @@ def test_a_message_carries_what_was_sent(consumer: Consumer) -> None:
 def test_every_consumer_of_a_queue_gets_every_message(conn: Connection, queue: str) -> None:
     value(conn, "select pgque.register_subconsumer(%s, 'group', 'w')", queue)
     subscribe(conn, queue, "alone")
-    subscribe(conn, queue, "pool")
+    for pool in ("pool", "other pool"):  # whose workers have the same name
+        subscribe(conn, queue, pool)
     sent = offer(conn, queue, 20)
     assert drain(conn, queue, "alone", 7) == sent
-    assert ids(take(conn, queue, "w", consumer="pool")) == sent
+    for pool in ("pool", "other pool"):
+        assert ids(take(conn, queue, "w", consumer=pool)) == sent
     assert ids(receive_coop(conn, queue, "w", consumer="group")) == sent
 
 

@@ -197,14 +197,6 @@ def test_messages_that_are_put_back_come_again_in_the_order_of_their_ids(
         assert drain(conn, subscribed, count=1) == sent
 
 
-def test_many_due_retries_come_back_together(conn: Connection, subscribed: str) -> None:
-    batch = one_batch(conn, subscribed, 100)
-    nack_ids(conn, batch[0].batch_id, [m.msg_id for m in batch])
-    ack(conn, batch[0].batch_id)
-    assert pump(conn) == 100
-    assert drain(conn, subscribed, count=30) == [m.msg_id for m in batch]
-
-
 @pytest.mark.parametrize("known", ["another queue", "a single message", "nothing"])
 def test_due_retries_come_back_whatever_the_planner_last_saw_waiting(own: Connection, known: str) -> None:
     """It took minutes for some thousands when statistics knew another queue only: a look for each, at all of them."""

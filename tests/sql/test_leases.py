@@ -39,15 +39,6 @@ from sql.helpers import (
 LOST = "lost to another worker"
 
 
-def test_a_lapsed_batch_that_nobody_took_is_acked_as_ever(pool: Connection) -> None:
-    offer(pool, "q", 3)
-    batch = take(pool, "q", "w1")
-    move_clock(pool, "1 hour")
-    assert ack(pool, batch[0].batch_id) == 1
-    assert work_off(pool, "q", "w2") == []
-    assert ack(pool, batch[0].batch_id) == 0
-
-
 def test_a_lapsed_message_that_nobody_took_is_nacked_buried_and_extended_as_ever(pool: Connection) -> None:
     sent = offer(pool, "q", 4)
     (a, b, c, d) = take(pool, "q", "w1")
@@ -97,24 +88,6 @@ def test_a_batch_that_was_taken_over_is_dead_for_every_call(pool: Connection) ->
     assert rows(pool, "select * from pgque.dlq_inspect('q')") == []
     move_clock(pool, "3 days")
     assert work_off(pool, "q", "w3") == []
-
-
-def test_of_a_lapsed_batch_only_the_messages_that_another_took_are_lost(pool: Connection) -> None:
-    sent = offer(pool, "q", 4)
-    old = take(pool, "q", "w1")[0].batch_id
-    move_clock(pool, "1 minute")
-    taken = take(pool, "q", "w2", 1, "1 day")
-    assert ids(taken) == sent[:1]
-    assert outcome(pool, "ack", old, sent) == {
-        sent[0]: LOST,
-        sent[1]: None,
-        sent[2]: None,
-        sent[3]: None,
-    }
-    assert take(pool, "q", "w3") == []
-    assert ack(pool, taken[0].batch_id) == 1
-    move_clock(pool, "3 days")
-    assert take(pool, "q", "w3") == []
 
 
 def test_a_whole_batch_of_which_another_took_one_is_not_acked_but_the_rest_of_it_can_be(
@@ -314,16 +287,6 @@ def test_extending_says_how_many_messages_are_still_held(pool: Connection) -> No
     assert ack(pool, batch) == 1
     assert extend(pool, batch, "1 minute") == 0
     assert ids(work_off(pool, "q", "w2")) == sent[1:3]
-
-
-def test_a_lease_is_extended_past_any_number_of_timeouts(pool: Connection) -> None:
-    sent = offer(pool, "q", 2)
-    batch = take(pool, "q", "w1")[0].batch_id
-    for number in range(10):
-        move_clock(pool, f"{20 * number} seconds")
-        assert take(pool, "q", "w2") == []
-        assert extend(pool, batch, "20 seconds") == 2
-    assert outcome(pool, "ack", batch, sent) == dict.fromkeys(sent)
 
 
 @pytest.mark.parametrize("to", ["5 seconds", "10 minutes"])

@@ -133,6 +133,7 @@ COUNT = "returns their number"
 EACH = "returns each of them"
 SORTS = "the planner may sort a table that is small, or that it knows nothing of"
 TICKS = "reads the ticks of the last minute"
+FILTERS = "filters the rows of all queues or consumers, which take a fraction of a millisecond"
 GROWS = {
     ("pending", "get_queue_info"): (Cost(0.01, 0.01), TICKS),
     ("dead", "get_queue_info"): (Cost(0.01, 0.01), TICKS),
@@ -163,8 +164,14 @@ GROWS = {
     ("retries", "list_messages, type"): (Cost(1, 4), FILTER),
     ("retries", "list_poison"): (Cost(1, 1), FILTER),
     ("retries", "peek"): (Cost(2, 1), FILTER),
+    ("queues", "get_queue_info"): (Cost(0.5, 1), FILTERS),
+    ("queues", "get_consumer_info"): (Cost(0.5, 1), FILTERS),
+    ("queues", "get_consumer_info of all"): (Cost(0.5, 1), FILTERS),
+    ("queues", "health"): (Cost(0.5, 1), FILTERS),
+    ("queues", "list_messages, retry"): (Cost(0.5, 1), FILTERS),
+    ("queues", "maint_lags"): (Cost(8, 4), "orders the consumers of all queues by their lag, and takes 200"),
     ("queues", "health()"): (Cost(160, 15), EACH),
-    ("queues", "metrics()"): (Cost(140, 15), EACH),
+    ("queues", "metrics()"): (Cost(170, 15), EACH),
     ("queues", "get_queue_info()"): (Cost(30, 15), EACH),
     ("queues", "get_consumer_info()"): (Cost(40, 15), EACH),
 }

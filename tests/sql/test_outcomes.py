@@ -50,7 +50,7 @@ def test_a_nack_of_a_message_of_another_batch_is_refused(conn: Connection, subsc
     assert ack(conn, first.batch_id) == ack(conn, second.batch_id) == 1
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5])
+@pytest.mark.parametrize("limit", [1, 2])
 def test_a_limit_of_n_receives_is_exactly_n_deliveries(pool: Connection, limit: int) -> None:
     configure(pool, "q", max_receive_attempts=limit)
     (sent,) = offer(pool, "q", 1)
@@ -97,14 +97,6 @@ def test_the_first_of_both_limits_ends_a_message(pool: Connection) -> None:
     assert dead_letters(pool, "q") == {sent[0]: "nacked", sent[1]: "receive attempts used up"}
 
 
-def test_a_nack_at_the_last_attempt_buries_at_once(pool: Connection) -> None:
-    configure(pool, "q", max_receive_attempts=1)
-    (sent,) = offer(pool, "q", 1)
-    (message,) = take(pool, "q")
-    nack(pool, message, "1 hour", "never again")
-    assert dead_letters(pool, "q") == {sent: "never again"}
-
-
 def test_a_live_lease_is_never_judged(pool: Connection) -> None:
     configure(pool, "q", max_receive_attempts=1)
     sent = offer(pool, "q", 1)
@@ -147,7 +139,7 @@ def test_maintenance_gives_a_lapsed_message_that_has_attempts_left_to_the_next_w
     assert [(m.msg_id, m.receive_count) for m in again] == [(i, 2) for i in sent]
 
 
-@pytest.mark.parametrize("victims", [[57], [0], [99], [10, 11, 90]])
+@pytest.mark.parametrize("victims", [[0], [10, 11, 99]])
 def test_a_message_that_kills_its_worker_takes_only_itself_down(pool: Connection, victims: list[int]) -> None:
     configure(pool, "q", max_receive_attempts=5)
     sent = offer(pool, "q", 100)

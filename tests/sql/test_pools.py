@@ -22,7 +22,6 @@ from sql.helpers import (
     refused,
     rotate,
     rows,
-    send,
     send_many,
     set_visibility,
     subscribe,
@@ -49,32 +48,6 @@ def test_of_ten_messages_in_one_window_w1_takes_one_w2_the_other_nine_and_w3_non
     assert ack(conn, first[0].batch_id) == 1
     assert ack(conn, first[0].batch_id) == 0
     assert work_off(conn, subscribed) == []
-
-
-def test_workers_share_many_windows_disjointly_and_in_the_order_of_ids(
-    conn: Connection, subscribed: str
-) -> None:
-    sent: list[int] = []
-    for count in (1, 30, 2, 60):
-        sent += offer(conn, subscribed, count)
-    got: list[int] = []
-    number = 0
-    while batch := take(conn, subscribed, f"w{number % 5}", 7):
-        number += 1
-        got += ids(batch)
-        if number % 2:
-            assert ack(conn, batch[0].batch_id) == 1
-    assert got == sent
-
-
-def test_a_worker_that_asks_again_gets_other_messages_and_settles_both_batches(pool: Connection) -> None:
-    sent = offer(pool, "q", 5)
-    first, second = take(pool, "q", "w1", 2), take(pool, "q", "w1", 2)
-    assert (ids(first), ids(second)) == (sent[:2], sent[2:4])
-    assert ack(pool, first[0].batch_id) == 1
-    assert ack(pool, second[0].batch_id) == 1
-    move_clock(pool, "1 day")
-    assert ids(work_off(pool, "q")) == sent[4:]
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1 second"])
@@ -150,16 +123,6 @@ def test_a_worker_needs_a_known_queue_and_consumer(conn: Connection, subscribed:
     assert "queue not found" in str(refused("PQ001", take, conn, "no " + subscribed))
     error = refused("PQ011", take, conn, subscribed, "w1", 1, None, "nobody")
     assert "not subscriber to queue" in str(error)
-
-
-def test_each_consumer_has_workers_of_its_own(conn: Connection, subscribed: str) -> None:
-    subscribe(conn, subscribed, "d")
-    subscribe(conn, subscribed, "plain")
-    sent = offer(conn, subscribed, 4)
-    assert ids(take(conn, subscribed, "w1", 3)) == sent[:3]
-    assert ids(take(conn, subscribed, "w1", 100, consumer="d")) == sent
-    assert ids(receive(conn, subscribed, "plain")) == sent
-    assert ids(take(conn, subscribed, "w2")) == sent[3:]
 
 
 @pytest.mark.parametrize("worker", ["w1", "w2"])
@@ -301,18 +264,6 @@ def test_a_silent_workers_messages_do_not_keep_tables_from_being_reclaimed(pool:
     assert rotations >= 6
     move_clock(pool, "3 days")
     assert sorted(ids(work_off(pool, "q", "w3"))) == sent
-
-
-def test_workers_get_what_was_sent_after_the_pool_was_made_too(conn: Connection, subscribed: str) -> None:
-    assert take(conn, subscribed) == []
-    sent = offer(conn, subscribed, 3)
-    first = take(conn, subscribed, "w1", 2)
-    sent += offer(conn, subscribed, 3)
-    late = send(conn, subscribed)
-    assert ids(first) == sent[:2]
-    assert ids(work_off(conn, subscribed, "w2", 2)) == sent[2:]
-    tick(conn, subscribed)
-    assert ids(take(conn, subscribed, "w3")) == [late]
 
 
 def test_a_window_of_20000_messages_is_shared_without_loss(conn: Connection, subscribed: str) -> None:

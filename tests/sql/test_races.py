@@ -24,7 +24,6 @@ from sql.helpers import (
     outcome,
     refused,
     release,
-    rows,
     settle,
     take,
     value,
@@ -236,52 +235,6 @@ def test_a_transaction_with_a_snapshot_of_its_own_settles_a_batch(
 
 
 @OLD
-@pytest.mark.parametrize("how", ["ack", "ids", "nack"])
-def test_a_snapshot_older_than_a_take_over_settles_nothing_that_another_holds(
-    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str, how: str
-) -> None:
-    sent = offer(pool, "q", 2)
-    token = take(pool, "q")[0].batch_id
-    stale = transaction(isolation, own_dsn)
-    move_clock(pool, "1 minute")
-    taken = take(pool, "q", "w2", timeout="1 day") + take(pool, "q", "w2", timeout="1 day")
-    assert ids(taken) == sent
-    try:
-        if how == "ack":
-            assert ack(stale, token) == 0
-        elif how == "ids":
-            assert outcome(stale, "ack", token, sent) == dict.fromkeys(sent, LOST)
-        else:
-            assert [r[1] for r in nack_ids(stale, token, sent, "0")] == [False, False]
-        stale.execute("commit")
-    except psycopg.errors.SerializationFailure:
-        stale.execute("rollback")
-    move_clock(pool, "2 minutes")
-    settle(pool, "q")
-    assert take(pool, "q", "w3") == []
-    for m in taken:
-        assert outcome(pool, "ack", m.batch_id, [m.msg_id]) == {m.msg_id: None}
-
-
-@OLD
-def test_a_snapshot_older_than_another_ack_acks_nothing_twice(
-    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
-) -> None:
-    sent = offer(pool, "q", 2)
-    token = take(pool, "q")[0].batch_id
-    stale = transaction(isolation, own_dsn)
-    assert outcome(pool, "ack", token, sent[:1]) == {sent[0]: None}
-    try:
-        found = outcome(stale, "ack", token, sent)
-        stale.execute("commit")
-    except psycopg.errors.SerializationFailure:
-        stale.execute("rollback")
-    else:
-        assert found[sent[0]] is not None
-    assert set(outcome(pool, "ack", token, sent[:1]).values()) != {None}
-
-
-@OLD
 def test_a_snapshot_older_than_the_hand_out_settles_it_or_says_why_not(
     pool: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
 ) -> None:
@@ -361,17 +314,6 @@ def test_the_tokens_of_batches_never_repeat(pool: Connection) -> None:
         if number % 7 == 0:
             move_clock(pool, f"{number} hours")
     assert len(seen) == 60
-
-
-def test_unsubscribing_meets_a_worker(pool: Connection, pair: Pair) -> None:
-    offer(pool, "q", 2)
-    batch = take(pair.one, "q")
-    job = pair.other(lambda c: value(c, "select pgque.unsubscribe('q', 'c')"))
-    pair.one.commit()
-    assert job.result() >= 1
-    assert ack(pool, batch[0].batch_id) == 0
-    refused("PQ011", take, pool, "q")
-    assert rows(pool, "select * from pgque.list_workers()") == []
 
 
 def test_senders_and_workers_that_repair_a_restored_queue_at_once_wait_for_each_other(

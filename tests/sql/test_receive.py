@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import psycopg
 import pytest
 
 from sql.helpers import (
@@ -107,33 +106,6 @@ def test_a_batch_ends_before_max_bytes_and_has_at_least_one_message(
 
 def test_max_bytes_below_one_is_refused(conn: Connection, subscribed: str) -> None:
     refused("PQ005", rows, conn, "select * from pgque.receive(%s, 'c', max_bytes => 0)", subscribed)
-
-
-def test_events_of_interleaved_transactions_are_all_delivered_once(
-    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
-) -> None:
-    got: list[int] = []
-    sent: list[int] = []
-    open_: list[Connection] = []
-    for step in range(40):
-        producer = transaction()
-        sent.append(send(producer, subscribed))
-        open_.append(producer)
-        if len(open_) > 5:
-            done = open_.pop((step * 7) % 5)
-            sent.append(send(done, subscribed))
-            done.execute("commit")
-            done.close()
-        if step % 3 == 0:
-            tick(conn, subscribed)
-        for batch in slices(conn, subscribed, count=3):
-            got += [m.msg_id for m in batch]
-    for producer in open_:
-        producer.execute("commit")
-    tick(conn, subscribed)
-    got += drain(conn, subscribed, count=3)
-    assert len(got) == len(set(got))
-    assert sorted(got) == sorted(sent)
 
 
 def test_a_window_is_in_the_order_of_ids_not_of_transactions(
@@ -244,20 +216,6 @@ def test_two_consumers_and_maintenance_share_a_big_window(
         if step % 3 == 0:
             value(conn, "select pgque.maint()")
     assert got == {"c": sent, "other": sent}
-
-
-def test_receive_stops_at_a_dropped_connection_without_losing_its_batch(
-    conn: Connection, connect: Callable[..., Connection], subscribed: str
-) -> None:
-    sent = send_many(conn, subscribed, 3)
-    tick(conn, subscribed)
-    victim = connect(autocommit=False)
-    receive(victim, subscribed)
-    pid = victim.info.backend_pid
-    value(conn, "select pg_terminate_backend(%s, 5000)", pid)
-    with pytest.raises(psycopg.OperationalError):
-        victim.execute("select 1")
-    assert drain(conn, subscribed) == sent
 
 
 def test_a_receive_that_finishes_a_batch_archives_it_where_acks_do(conn: Connection, subscribed: str) -> None:

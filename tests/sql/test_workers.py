@@ -39,30 +39,6 @@ EVENTS = "select ev_id from pgque.get_batch_events(%s)"
 UNREGISTER = "select pgque.unregister_subconsumer(%s, 'c', %s, %s)"
 
 
-def test_workers_get_disjoint_messages_and_together_all(conn: Connection, queue: str) -> None:
-    receive_coop(conn, queue, "a")
-    sent = send_many(conn, queue, 100)
-    tick(conn, queue)
-    got: list[int] = []
-    held: dict[str, int] = {}
-    for number in range(12):
-        worker = f"w{number % 4}"
-        batch = receive_coop(conn, queue, worker, 10)
-        if worker in held:
-            assert [m.batch_id for m in batch] == [held[worker]] * len(batch)
-        elif batch:
-            held[worker] = batch[0].batch_id
-            got += [m.msg_id for m in batch]
-        if number >= 4:
-            ack(conn, held.pop(worker))
-    for number in range(20):
-        while batch := receive_coop(conn, queue, f"w{number % 4}", 10):
-            if batch[0].batch_id not in held.values():
-                got += [m.msg_id for m in batch]
-            ack(conn, batch[0].batch_id)
-    assert sorted(got) == sent
-
-
 def test_workers_in_parallel_deliver_every_message_once(
     conn: Connection, background: Callable[..., Any], queue: str
 ) -> None:
@@ -255,19 +231,6 @@ def test_unsubscribing_removes_the_workers_too(conn: Connection, queue: str) -> 
     sent = send(conn, queue)
     tick(conn, queue)
     assert drain(conn, queue) == [sent]
-
-
-def test_a_retry_of_one_worker_can_reach_another(conn: Connection, queue: str) -> None:
-    for worker in ("a", "b"):
-        value(conn, REGISTER, queue, worker)
-    sent = send(conn, queue)
-    tick(conn, queue)
-    (message,) = receive_coop(conn, queue, "a")
-    nack(conn, message)
-    ack(conn, message.batch_id)
-    pump(conn)
-    tick(conn, queue)
-    assert [m.msg_id for m in receive_coop(conn, queue, "b")] == [sent]
 
 
 def test_consumer_info_lists_workers_and_their_batches(conn: Connection, queue: str) -> None:

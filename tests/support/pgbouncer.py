@@ -1,4 +1,4 @@
-"""PgBouncer in transaction mode before the test server: two sessions, which do not follow prepared statements."""
+"""PgBouncer in transaction mode before the test server: two sessions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ USER, PASSWORD = "somebody", "their password"
 
 
 @contextmanager
-def through(dsn: str) -> Iterator[str]:
-    """Run PgBouncer before a database, and return a connection string through it. PGQUE_TEST_PGBOUNCER names
-    another program than the one that is installed."""
+def through(dsn: str, *, follows: bool = True) -> Iterator[str]:
+    """Run PgBouncer before a database, and return a connection string through it.
+
+    PGQUE_TEST_PGBOUNCER names another program than the one that is installed. A PgBouncer since 1.21 follows
+    prepared statements; with follows=False it is set not to, as 1.18 cannot.
+    """
     program = os.environ.get("PGQUE_TEST_PGBOUNCER") or shutil.which(
         "pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin"
     )
@@ -37,7 +40,7 @@ def through(dsn: str) -> Iterator[str]:
         port = free.getsockname()[1]
     with processes.own_folder(0o777) as folder:
         file = folder / "pgbouncer.ini"
-        file.write_text(_settings(program, dsn, folder, port))
+        file.write_text(_settings(program, dsn, folder, port, follows))
         users = folder / "users.txt"
         users.write_text(f'"{USER}" "{PASSWORD}"\n')
         for each in (file, users):
@@ -62,12 +65,12 @@ def version(program: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _settings(program: str, dsn: str, folder: Path, port: int) -> str:
+def _settings(program: str, dsn: str, folder: Path, port: int, follows: bool) -> str:
     parts = {name: value for name, value in conninfo_to_dict(dsn).items() if value is not None}
     if "user" not in parts:
         parts["user"] = pwd.getpwuid(os.geteuid()).pw_name
     target = " ".join(f"{name}='{value}'" for name, value in parts.items() if name != "dbname")
-    follows = "max_prepared_statements = 0" if version(program) >= (1, 21) else ""
+    prepared = "" if follows or version(program) < (1, 21) else "max_prepared_statements = 0"
     return f"""
 [databases]
 {parts["dbname"]} = {target} dbname='{parts["dbname"]}'
@@ -83,7 +86,7 @@ server_round_robin = 1
 ignore_startup_parameters = extra_float_digits
 pidfile = {folder}/pgbouncer.pid
 logfile = {folder}/pgbouncer.log
-{follows}
+{prepared}
 """
 
 
