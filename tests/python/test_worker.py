@@ -487,9 +487,10 @@ def test_a_lease_is_extended_while_outcomes_of_many_other_batches_are_not_commit
 
     # An eighth of a lease is the longest wait for a lock: 15 waits in turn would exceed the lease.
     worker, run = _worker_of("sync", dsn, pool, handle, visibility_timeout=2, concurrency=16, prefetch=1)
-    _send(client, pool, tick, *map(str, range(16)))
     with threads.running(run, worker.stop, 20), connect(autocommit=False) as holder:
-        wait_until(lambda: len(seen) == 16)
+        for count in range(16):
+            _send(client, pool, tick, "x")
+            wait_until(lambda count=count: len(seen) > count)
         for message in seen[:-1]:
             pgque.PgqueClient(holder).extend(message.batch_id, 0)  # locks the batch, as a report does
         wait_until(lambda: _waits_for_a_lock(conn, "pgque.extend"))
