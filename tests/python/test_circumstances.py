@@ -290,6 +290,33 @@ def _page(place: Place) -> None:
         app.close()
 
 
+def test_a_worker_whose_report_waits_for_a_standby_takes_no_message_from_the_others(
+    place: Place, wait_until: Wait, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[pgque.Message] = []
+    worker = pgque.Worker(
+        place.direct, queue="q", consumer="c", concurrency=1, prefetch=1, command_timeout=1, visibility_timeout=1
+    )
+    worker.handler("*")(seen.append)
+    with pgque.connect(place.direct, autocommit=True) as client:
+        client.create_queue("q")
+        client.subscribe("q", "c")
+        client.send_batch("q", [1, 2])
+        client.force_next_tick("q")
+        client.ticker("q")
+    place.admin.execute("set synchronous_commit = local")
+    _set(place, "synchronous_standby_names", "nobody")
+    try:
+        with threads.running(worker.run, worker.stop, 20):
+            # At the first time the report was sent together with a receive.
+            wait_until(lambda: caplog.text.count("has not answered") == 4, "reports are given up", timeout=30)
+            _set(place, "synchronous_standby_names", "")
+            wait_until(lambda: len(seen) == 2, timeout=30)
+    finally:
+        _set(place, "synchronous_standby_names", "")
+    assert [(message.payload, message.receive_count) for message in seen] == [("1", 1), ("2", 2)]
+
+
 def test_a_worker_is_told_what_to_set_for_the_sessions_of_a_pooler(place: Place) -> None:
     place.admin.execute("alter database place set default_transaction_isolation = 'repeatable read'")
     with pgbouncer.through(place.direct) as pooled:

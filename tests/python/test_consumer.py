@@ -939,6 +939,34 @@ def test_a_handler_that_wraps_the_loss_of_its_connection_does_not_end_the_consum
     assert client.dlq_inspect(subscribed) == []
 
 
+def test_a_message_whose_handler_always_loses_the_connection_is_dead_at_last_and_hinders_no_other(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        _record(message, own)
+        if message.payload == "b":  # as idle_in_transaction_session_timeout does, or a crash of the backend
+            own.execute("select pg_terminate_backend(pg_backend_pid())")
+
+    client.send_batch(subscribed, "t", ["a", "b", "c"])
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: client.dlq_inspect(subscribed), timeout=20)
+        wait_until(lambda: len(_ledger(conn)) == 2)
+    assert _ledger(conn) == ["a", "c"]
+    [dead] = client.dlq_inspect(subscribed)
+    assert (dead.ev_data, dead.dl_reason) == ("b", "the connection was lost again while this message was handled")
+
+
 def test_constraints_that_share_a_name_hinder_no_handler(
     dsn: str,
     client: pgque.PgqueClient,

@@ -469,7 +469,7 @@ def test_a_lease_is_extended_while_the_connection_of_its_worker_waits_for_the_co
         wait_until(lambda: _held(client, pool) == 0)
 
 
-def test_a_lease_is_extended_while_an_outcome_of_another_batch_is_not_committed(
+def test_a_lease_is_extended_while_outcomes_of_many_other_batches_are_not_committed(
     dsn: str,
     client: pgque.PgqueClient,
     pool: str,
@@ -485,11 +485,14 @@ def test_a_lease_is_extended_while_an_outcome_of_another_batch_is_not_committed(
         seen.append(message)
         release.wait(30)
 
-    worker, run = _worker_of("sync", dsn, pool, handle, visibility_timeout=2, concurrency=2, prefetch=1)
-    _send(client, pool, tick, "a", "b")
+    # An eighth of a lease is the longest wait for a lock: 15 waits in turn would exceed the lease.
+    worker, run = _worker_of("sync", dsn, pool, handle, visibility_timeout=2, concurrency=16, prefetch=1)
     with threads.running(run, worker.stop, 20), connect(autocommit=False) as holder:
-        wait_until(lambda: len(seen) == 2)
-        pgque.PgqueClient(holder).extend(seen[0].batch_id, 0)  # locks the batch, as a report does
+        for count in range(16):
+            _send(client, pool, tick, "x")
+            wait_until(lambda count=count: len(seen) > count)
+        for message in seen[:-1]:
+            pgque.PgqueClient(holder).extend(message.batch_id, 0)  # locks the batch, as a report does
         wait_until(lambda: _waits_for_a_lock(conn, "pgque.extend"))
         [until] = [w.lease_until for w in client.list_workers(pool, "c")]
         later = "select pgque.clock() > %s + interval '2 seconds'"
@@ -498,11 +501,11 @@ def test_a_lease_is_extended_while_an_outcome_of_another_batch_is_not_committed(
             assert _left(client, pool) == []
             return bool(conn.execute(later, [until]).fetchall()[0][0])
 
-        wait_until(expired, "both leases would have expired")
+        wait_until(expired, "all leases would have expired")
         holder.rollback()
         release.set()
         wait_until(lambda: _held(client, pool) == 0)
-    assert len(seen) == 2
+    assert len(seen) == 16
 
 
 def test_a_handler_that_blocks_the_event_loop_keeps_its_lease_and_is_named(

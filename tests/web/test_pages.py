@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from html import unescape
 from typing import Any
@@ -11,6 +12,7 @@ import psycopg
 import pytest
 
 from conftest import Queues, Role, Roles
+from pgque._limit import LimitedConnection
 from pgque._units import NOTHING
 from pgque.web import overview
 from pgque.web.config import Config, databases
@@ -19,6 +21,8 @@ from pgque.web.page import Page
 from pgque.web.site import Site
 from support.pages import Browser, over_tcp, text
 from support.servers import TestServer
+from support.silent import silent_path
+from support.threads import running
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 NewBrowser = Callable[..., Browser]
@@ -267,6 +271,49 @@ def test_a_purge_asks_first_and_removes_everything(
     assert states(conn, queue) == {"processing": 2, "pending": 2}  # to ask changes nothing
     assert "The queue is empty. The slowest consumer had" in text(b.post("/queue/purge", queue=queue))
     assert states(conn, queue) == {}
+
+
+def test_a_change_waits_for_a_lock_for_longer_than_a_call_may_take_elsewhere(
+    browser: NewBrowser,
+    admin: Role,
+    queue: str,
+    conn: Connection,
+    connect: Any,
+    wait_until: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LimitedConnection, "command_timeout", 0.5)
+    b = browser(admin)
+    conn.execute("select pgque.send(%s, 'a'::text)", [queue])
+    holder = connect(autocommit=False)
+    holder.execute("select from pgque.queue where queue_name = %s for update", [queue])
+    pages: list[str] = []
+    waiting = (
+        b"select 1 from pg_stat_activity where wait_event_type = 'Lock' and query like '%pgque.purge%'"
+        b" and clock_timestamp() > query_start + interval '1 second'"
+    )
+    ended = threading.Event()
+    with running(
+        lambda: pages.append(text(b.post("/queue/purge", queue=queue))) or ended.set(), holder.rollback, 20
+    ):
+        wait_until(lambda: ended.is_set() or conn.execute(waiting).fetchone())
+        holder.rollback()
+        assert ended.wait(20)
+    assert "The queue is empty." in pages[0]
+
+
+def test_a_page_is_shown_over_another_connection_after_the_one_of_its_session_went_silent(
+    tcp_dsn: str, admin: Role, queue: str
+) -> None:
+    with silent_path(tcp_dsn) as path:
+        site = Site(Config(databases([path.dsn])))
+        try:
+            b = Browser(site)
+            b.log_in(admin)
+            path.silence(new_ones=False)
+            assert queue in text(b.get("/queue", queue=queue))
+        finally:
+            site.close()
 
 
 def test_dead_letters_by_reason_requeued_replayed_and_deleted(

@@ -132,6 +132,7 @@ class _Keeper:
         self._changed = threading.Event()
         self._client: PgqueClient | None = None
         self._needed_at = 0.0  # when a lease last needed the connection
+        self._patience = 0.0  # seconds that this round may still wait for a lock
         self._logged: str | None = None
         self.thread = threading.Thread(target=self._run, name="pgque leases", daemon=True)
 
@@ -150,6 +151,8 @@ class _Keeper:
     def _run(self) -> None:
         while holders := list(self._holders):
             self._changed.clear()
+            shortest = min(holder.seconds for holder in holders)
+            self._patience = _CHECK_EVERY * shortest
             for holder in holders:
                 try:
                     holder.heartbeat.check(holder.name, holder.seconds)
@@ -159,7 +162,6 @@ class _Keeper:
                     self._log_failed(from_psycopg(fault) if isinstance(fault, psycopg.Error) else fault)
             if time.monotonic() - self._needed_at > _LINGER:
                 self._close()
-            shortest = min(holder.seconds for holder in holders)
             self._changed.wait(max(_CHECK_EVERY * shortest, _LEAST_PAUSE))
         self._close()
 
@@ -179,18 +181,21 @@ class _Keeper:
                 self._client = open_client(self._dsn, "pgque leases", read_committed=True)
                 self._logged = None
             if age >= _EXTEND_AFTER * holder.seconds:
-                self._extend(self._client, lease, now, _CHECK_EVERY * holder.seconds)
+                self._extend(self._client, lease, now)
 
-    def _extend(self, client: PgqueClient, lease: Lease, now: float, seconds: float) -> None:
-        """Extend a lease, unless another session has locked the batch for longer than so many seconds: that
-        one reports an outcome, and no worker receives the batch's messages meanwhile."""
+    def _extend(self, client: PgqueClient, lease: Lease, now: float) -> None:
+        """Extend a lease, unless another session has locked the batch: that one reports an outcome, and no
+        worker receives the batch's messages meanwhile. A report may lock many batches for long, so only the
+        first of them is waited for in a round: the leases of the others may be extended."""
         try:
-            with within(client.conn, seconds + _LEAST_LIMIT):
-                held = client._maybe(int, *lease.extension(now, seconds))
+            with within(client.conn, self._patience + _LEAST_LIMIT):
+                held = client._maybe(int, *lease.extension(now, self._patience))
         except PgqueError as error:
             if client.conn.closed:
                 raise
-            if error.sqlstate != _LOCK_NOT_AVAILABLE:
+            if error.sqlstate == _LOCK_NOT_AVAILABLE:
+                self._patience = 0.0
+            else:
                 self._log_failed(error)  # and the other leases are extended
             return
         lease.note_extended(now, held)

@@ -87,6 +87,7 @@ _LEFT_OPEN = (
 )
 
 _ENDED = "the process that handled this message ended before it reported an outcome"
+_LOST = "the connection was lost again while this message was handled"
 
 _NOT_FOR_CONSUMER = (
     "Start a pgque.Worker for this consumer, or give the Consumer another: client.subscribe(queue, name)."
@@ -120,7 +121,8 @@ class Consumer:
 
     Usually no transaction is open while a handler runs, and if the process is killed, the messages of its
     batch are redelivered, one at a time: handlers must bear that. A message that ends the process again and
-    again is rejected each time, and is dead after `max_retries`.
+    again is rejected each time, and is dead after `max_retries`. So is one that ends the connection of a
+    transactional handler, for example by a time limit of the server.
 
     With `transactional=True`, a handler gets the message and the connection, and its writes through that
     connection are committed together with the ack: exactly once. If such a handler catches an error of the
@@ -237,7 +239,8 @@ class Consumer:
         self._settings = QueueSettings(queue)
         self._single = SingleRun("consumer", self._stopper)
         self._is_new = True  # nothing was received yet
-        self._left_open: int | None = None  # the batch that an earlier process had
+        self._left_open: int | None = None  # the batch that an earlier process had, or that was lost twice
+        self._lost_batch: int | None = None  # the batch whose handlers last lost the connection
         self._alone: set[int] = set()  # messages are received one at a time until these were received
 
     def handler(self, type: str) -> Callable[[H], H]:
@@ -395,23 +398,28 @@ class Consumer:
         return next((info.current_batch for info in found if info.current_batch is not None), None)
 
     def _put_back(self, client: PgqueClient, batch: list[Message]) -> None:
-        """Put the messages back that an earlier process left when it was killed, perhaps by a handler.
+        """Put the messages back that an earlier process left when it was killed, perhaps by a handler; or
+        whose connection was lost twice, perhaps by the statement of a handler or a time limit.
 
         It is not known which of them was handled then, so they are received one at a time from now on: if one
         of them ends this process too, the next process finds it alone. A message that is found alone, and was
-        left by a process before, is rejected, so that it is dead after the queue's `max_retries`. One end of
-        a process may have another cause.
+        left before, is rejected, so that it is dead after the queue's `max_retries`. One end of a process may
+        have another cause.
         """
         ids = [message.msg_id for message in batch]
-        if len(ids) == 1 and (batch[0].receive_count or 1) > (batch[0].retry_count or 0) + 1:
-            outcome = MessageOutcome("nack", interval(self.retry_after), _ENDED)
-            log.warning("message %s of queue %s is rejected: %s", ids[0], self.queue, _ENDED)
+        is_lost = batch[0].batch_id == self._lost_batch
+        was_left = is_lost or (batch[0].receive_count or 1) > (batch[0].retry_count or 0) + 1
+        if len(ids) == 1 and was_left:
+            reason = _LOST if is_lost else _ENDED
+            outcome = MessageOutcome("nack", interval(self.retry_after), reason)
+            log.warning("message %s of queue %s is rejected: %s", ids[0], self.queue, reason)
         else:
             outcome = RELEASE
             self._alone = set(ids)
             log.warning(
-                "the process that had batch %s of queue %s ended before it reported the outcomes: its %s"
-                " messages are received one at a time, so that one that ends the process is found",
+                "the %s that had batch %s of queue %s ended before it reported the outcomes: its %s"
+                " messages are received one at a time, so that one that ends it is found",
+                "connection" if is_lost else "process",
                 batch[0].batch_id,
                 self.queue,
                 len(ids),
@@ -601,6 +609,9 @@ class Consumer:
         """Raise what takes the whole batch back, where that and not the handler is at fault."""
         if client.conn.broken:
             # Whatever the handler made of that: the batch is delivered again.
+            if message.batch_id == self._lost_batch:
+                self._left_open = message.batch_id
+            self._lost_batch = message.batch_id
             raise PgqueConnectionError(
                 f"the connection was lost while message {message.msg_id} was handled: {described(error)}",
                 queue=self.queue,

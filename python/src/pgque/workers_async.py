@@ -797,6 +797,13 @@ class AsyncWorker:
                 it.name, it.queue, it.cron, it.event, timezone=it.timezone, catch_up=it.catch_up
             )
         self._sources.wake(None)
+        # Not in one round trip with a receive: if this report is given up as the last one was, because its
+        # commit waits for a standby, the server goes on with the receive and leases messages to nobody.
+        self._collect()
+        unreported = [batch for batch in self._batches.values() if batch.has_outcomes]
+        if unreported:
+            await _report_and_receive(client, self.consumer, unreported, None, Message)
+            self._forget_finished()
 
     async def _connect(self, stopper: AsyncStopper, seconds: float) -> AsyncPgqueClient:
         """Connect; HandlerInterrupted if that takes longer than so many seconds after a stop."""

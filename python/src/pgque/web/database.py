@@ -14,7 +14,7 @@ from psycopg.rows import DictRow, dict_row
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from .._dsn import with_keepalives
-from .._limit import LimitedConnection
+from .._limit import COMMAND_TIMEOUT, LimitedConnection, within
 from ..errors import PgqueConnectionError
 from .config import Database
 
@@ -37,6 +37,7 @@ Parameters: TypeAlias = Sequence[object] | Mapping[str, object]
 POOL_SIZE = 3  # connections of one session
 POOL_WAIT = 5.0  # seconds that a request waits for one
 POOL_IDLE = 60.0  # seconds after which an idle connection is closed
+POOL_CHECK = 1.0  # seconds in which it has to answer before it is lent; a silent one is replaced
 
 # What would let the page in with something else than the password that was typed.
 _NOT_TAKEN = ("user", "password", "passfile", "sslcert", "sslkey", "sslpassword")
@@ -52,15 +53,17 @@ class Connection:
     only."""
 
     _connection: psycopg.Connection[DictRow]
-    _timeout: str
+    _timeout: float
     _read_only: bool
 
     def execute(
-        self, query: LiteralString, parameters: Parameters = (), timeout: str | None = None
+        self, query: LiteralString, parameters: Parameters = (), timeout: float | None = None
     ) -> psycopg.Cursor[DictRow]:
-        """Run a statement, within `timeout` if that is given, and return its cursor. Raises psycopg.Error."""
-        with self._connection.transaction():
-            self._connection.execute(_SETTINGS, [timeout or self._timeout, self._read_only])
+        """Run a statement, which the server ends after `timeout` seconds, and return its cursor. Raises
+        psycopg.Error."""
+        seconds = timeout or self._timeout
+        with within(self._connection, seconds + COMMAND_TIMEOUT), self._connection.transaction():
+            self._connection.execute(_SETTINGS, [f"{1000 * seconds:.0f}ms", self._read_only])
             return self._connection.execute(query, parameters)
 
 
@@ -68,13 +71,13 @@ class Connections:
     """A small pool of connections of one role to one database."""
 
     def __init__(self, conninfo: str, statement_timeout: int) -> None:
-        self._timeout = f"{statement_timeout}s"
+        self._timeout = statement_timeout
         self._pool = ConnectionPool(
             conninfo,
             connection_class=LimitedConnection[DictRow],
             kwargs={"autocommit": True, "row_factory": dict_row, "prepare_threshold": None},
             configure=_need_password,
-            check=ConnectionPool.check_connection,
+            check=_check,
             min_size=0,
             max_size=POOL_SIZE,
             max_idle=POOL_IDLE,
@@ -83,9 +86,9 @@ class Connections:
         )
 
     @contextmanager
-    def take(self, read_only: bool, timeout: str | None = None) -> Iterator[Connection]:
-        """Lend a connection. Its statements end after `timeout`, and change nothing when it is `read_only`.
-        Raises PgqueConnectionError when none can be had."""
+    def take(self, read_only: bool, timeout: float | None = None) -> Iterator[Connection]:
+        """Lend a connection. Its statements end after `timeout` seconds, and change nothing when it is
+        `read_only`. Raises PgqueConnectionError when none can be had."""
         try:
             with self._pool.connection(POOL_WAIT) as connection:
                 yield Connection(connection, timeout or self._timeout, read_only)
@@ -98,6 +101,12 @@ class Connections:
     def close(self) -> None:
         """Close all connections."""
         self._pool.close(timeout=1)
+
+
+def _check(connection: psycopg.Connection[Any]) -> None:
+    """Raise psycopg.OperationalError for a connection that was lost, or that does not answer."""
+    with within(connection, POOL_CHECK):
+        ConnectionPool.check_connection(connection)
 
 
 def _need_password(connection: psycopg.Connection[Any]) -> None:

@@ -162,7 +162,7 @@ class Page:
     # -- queries ---------------------------------------------------------------
 
     def rows(
-        self, query: LiteralString, parameters: Parameters = (), timeout: str | None = None
+        self, query: LiteralString, parameters: Parameters = (), timeout: float | None = None
     ) -> list[Row]:
         """Return the rows of a query, which has a limit of its own. Raises PgqueError."""
         try:
@@ -196,7 +196,7 @@ class Page:
     ) -> list[Row] | None:
         """Return the rows of a query, or None if it was stopped after so many milliseconds."""
         try:
-            return self.rows(query, parameters, f"{milliseconds}ms")
+            return self.rows(query, parameters, milliseconds / 1000)
         except PgqueError as error:
             if error.sqlstate != "57014":
                 raise
@@ -215,7 +215,7 @@ class Page:
         """Return a call that asks over another connection of this session, after this page was answered."""
 
         def run() -> T:
-            timeout = f"{self.site.config.figures_timeout}s"
+            timeout = self.site.config.figures_timeout
             with self.session.connections.take(True, timeout) as connection:
                 return ask(Page(self.site, self.request, self.session, connection, Form([])))
 

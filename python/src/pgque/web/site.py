@@ -192,7 +192,7 @@ class Site(Shared):
                     "this form was sent already, and it runs only once",
                     hint="Check its result; it may take a while. Then reload the page to send it again.",
                 )
-            timeout = None if reads else f"{self.config.change_timeout}s"
+            timeout = None if reads else self.config.change_timeout
             with session.connections.take(reads, timeout) as connection:
                 page = Page(self, request, session, connection, form)
                 if reads:
