@@ -52,7 +52,7 @@ from pyspark.sql.datasource import DataSource
 assert issubclass(pyspark_pgque.DefaultSource, DataSource)
 print(pyspark_pgque.DefaultSource.name())
 try:
-    pyspark_pgque.DefaultSource({})
+    pyspark_pgque.DefaultSource({}).streamWriter(None, False)
 except ImportError as error:
     print(error)
 """
@@ -64,23 +64,28 @@ except ImportError as error:
 
 def test_a_psycopg_without_its_library_is_told() -> None:
     code = """
-import sys, types
-broken = types.ModuleType("psycopg")
-def missing(name): raise ImportError("no pq wrapper available")
-broken.__getattr__ = missing
-sys.modules["psycopg"] = broken
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "psycopg":
+            raise ImportError("no pq wrapper available")
+sys.meta_path.insert(0, Broken())
 import pyspark_pgque
 try:
-    pyspark_pgque.DefaultSource({})
+    pyspark_pgque.DefaultSource({}).streamWriter(None, False)
 except ImportError as error:
     print(error)
 """
     assert "./python[spark]" in python(code)
 
 
-def test_the_module_needs_neither_pyarrow_nor_a_connection_to_be_imported() -> None:
-    code = "import pyspark_pgque; print(pyspark_pgque.DefaultSource.__module__)"
-    assert python(code, ("pyarrow", "pandas", "numpy")) == "pgque.spark.datasource\n"
+def test_a_process_that_connects_to_no_server_imports_neither_psycopg_nor_a_client_nor_pyarrow() -> None:
+    # Spark starts a process for most steps of a query, and gives it ten seconds.
+    code = """
+import sys, pyspark_pgque
+print(pyspark_pgque.DefaultSource.__module__, {"psycopg", "pgque.client", "pyarrow"} & set(sys.modules))
+"""
+    assert python(code, ("numpy",)) == "pgque.spark.datasource set()\n"
 
 
 def test_the_helpers_import_without_pyspark_and_pyarrow() -> None:

@@ -8,80 +8,90 @@ pgque.send(session, "orders", {"id": 1})  # in the transaction of a connection o
 
 from typing import TYPE_CHECKING
 
-from ._otel import enable_opentelemetry
-from ._prometheus import enable_prometheus
-from ._stopper import HandlerInterrupted
 from ._version import __version__
-from .client import PgqueClient, connect
-from .client_async import AsyncPgqueClient, connect_async
-from .consumer import Consumer
-from .consumer_async import AsyncConsumer
-from .errors import (
-    PgqueBadArgument,
-    PgqueBatchNotFound,
-    PgqueConnectionError,
-    PgqueConsumerNotFound,
-    PgqueError,
-    PgqueInvalidName,
-    PgqueKeyConflict,
-    PgqueMessageNotFound,
-    PgqueMessageNotInBatch,
-    PgqueNoScheduler,
-    PgqueNotDeadLetter,
-    PgquePayloadError,
-    PgquePermissionDenied,
-    PgqueQueueDisabled,
-    PgqueQueueExists,
-    PgqueQueueFull,
-    PgqueQueueInUse,
-    PgqueQueueNotFound,
-    PgqueSinkEpochError,
-    PgqueTickNotFound,
-    PgqueVersionError,
-)
-from .outcomes import Dead, HandlerOutcome, Release, Retry
-from .types import (
-    Action,
-    ArchivedMessage,
-    BatchEvent,
-    BatchInfo,
-    ConsumerInfo,
-    DeadLetter,
-    DeadReason,
-    Event,
-    HealthCheck,
-    LagSample,
-    Message,
-    MessageStatus,
-    Metric,
-    Outcome,
-    PoisonMessage,
-    QueuedMessage,
-    QueueInfo,
-    QueueRights,
-    QueueSetting,
-    Rate,
-    RecurringMessage,
-    ReplayResult,
-    SendResult,
-    StatusRow,
-    WorkerInfo,
-)
-from .workers import Worker, WorkMessage, WorkQueue
-from .workers_async import AsyncWorker, AsyncWorkMessage, AsyncWorkQueue
 
 if TYPE_CHECKING:
+    from ._otel import enable_opentelemetry
+    from ._prometheus import enable_prometheus
+    from ._stopper import HandlerInterrupted
     from .calls import ack, nack, receive, send, send_batch
     from .calls_async import ack_async, nack_async, receive_async, send_async, send_batch_async
+    from .client import PgqueClient, connect
+    from .client_async import AsyncPgqueClient, connect_async
+    from .consumer import Consumer
+    from .consumer_async import AsyncConsumer
+    from .errors import (
+        PgqueBadArgument,
+        PgqueBatchNotFound,
+        PgqueConnectionError,
+        PgqueConsumerNotFound,
+        PgqueError,
+        PgqueInvalidName,
+        PgqueKeyConflict,
+        PgqueMessageNotFound,
+        PgqueMessageNotInBatch,
+        PgqueNoScheduler,
+        PgqueNotDeadLetter,
+        PgquePayloadError,
+        PgquePermissionDenied,
+        PgqueQueueDisabled,
+        PgqueQueueExists,
+        PgqueQueueFull,
+        PgqueQueueInUse,
+        PgqueQueueNotFound,
+        PgqueSinkEpochError,
+        PgqueTickNotFound,
+        PgqueVersionError,
+    )
+    from .outcomes import Dead, HandlerOutcome, Release, Retry
+    from .types import (
+        Action,
+        ArchivedMessage,
+        BatchEvent,
+        BatchInfo,
+        ConsumerInfo,
+        DeadLetter,
+        DeadReason,
+        Event,
+        HealthCheck,
+        LagSample,
+        Message,
+        MessageStatus,
+        Metric,
+        Outcome,
+        PoisonMessage,
+        QueuedMessage,
+        QueueInfo,
+        QueueRights,
+        QueueSetting,
+        Rate,
+        RecurringMessage,
+        ReplayResult,
+        SendResult,
+        StatusRow,
+        WorkerInfo,
+    )
+    from .workers import Worker, WorkMessage, WorkQueue
+    from .workers_async import AsyncWorker, AsyncWorkMessage, AsyncWorkQueue
 else:
-    # Imported with their first use: a program that has a client or a worker does not pay for them.
-    def __getattr__(name: str) -> object:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from . import calls, calls_async
+    # Imported with the first use of a name, in this order: each of Spark's Python processes imports
+    # pgque.spark, and with it this module, and most of them need neither a client nor psycopg.
+    _MODULES = (
+        *("errors", "outcomes", "types", "_stopper", "_otel", "_prometheus", "client", "client_async"),
+        *("consumer", "consumer_async", "workers", "workers_async", "calls", "calls_async"),
+    )
 
-        globals()[name] = function = getattr(calls_async if name.endswith("_async") else calls, name)
-        return function
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        for module in _MODULES if name in __all__ else ():
+            found = vars(import_module(f"{__name__}.{module}"))
+            if name in found:
+                globals()[name] = found[name]
+                return found[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

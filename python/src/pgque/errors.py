@@ -7,10 +7,10 @@ is chosen from the SQLSTATE alone, never from the text of a message.
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-import psycopg
-
-from ._limit import NoAnswerError
+if TYPE_CHECKING:
+    import psycopg
 
 
 class PgqueError(Exception):
@@ -198,6 +198,8 @@ def prepare_threshold() -> int | None:
 
 def pooler_error(error: BaseException | None) -> psycopg.Error | None:
     """Return the error of a prepared statement that was not kept, if this is one or was raised from one."""
+    import psycopg
+
     while error is not None:
         if isinstance(error, psycopg.Error) and _is_not_kept(error):
             return error
@@ -211,6 +213,11 @@ def _is_not_kept(error: psycopg.Error) -> bool:
 
 def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     """Return the error of this package for a psycopg error, ready to be raised `from` it."""
+    # Here, so that Spark's processes which open no connection do without psycopg
+    import psycopg
+
+    from ._limit import NoAnswerError
+
     diag = error.diag
     if isinstance(error, psycopg.DataError) and error.sqlstate is None:
         return from_value(error, queue)  # before it was sent

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import PgqueBadArgument
-from ..types import Outcome
 from ._once import foreach_batch_once, stream_id
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
+
+    from ..types import Outcome
 
 __all__ = ["dead", "foreach_batch", "foreach_batch_once", "register", "write_jdbc"]
 
@@ -118,6 +119,7 @@ def dead(
     """
     from pyspark.sql import functions as f
 
+    from ..types import Outcome
     from . import _connect
     from .options import connection_options
 

@@ -2,6 +2,9 @@
 
 psycopg puts the failing row of a COPY into its errors, and Spark prints the whole chain of an exception: so
 what is raised here has no cause and no context.
+
+Spark starts a Python process for most steps of a query, many of which connect to no server. So psycopg, which
+takes 0.1 s of a core, is imported by the functions that need it.
 """
 
 from __future__ import annotations
@@ -13,17 +16,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
-
-from .._direct import ANSWERS, is_direct
-from .._dsn import with_keepalives
 from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError, from_fields, from_psycopg
 
 if TYPE_CHECKING:
     import adbc_driver_manager as adbc
+    import psycopg
 
-Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
+    Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 
 # What goes through to the JDBC driver under the same name.
 _JDBC_PROPERTIES = ("user", "password", "sslmode", "sslrootcert", "sslcert", "sslkey")
@@ -43,6 +42,9 @@ def parameters(connection: Mapping[str, str]) -> dict[str, str]:
 
     Raises PgqueBadArgument, whose message never holds the url.
     """
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
     url = connection.get("url", "")
     if url.lower().startswith("jdbc:"):
         found = _from_jdbc(url)
@@ -57,6 +59,9 @@ def parameters(connection: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_jdbc(url: str) -> dict[str, str]:
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
     bad = PgqueBadArgument(
         "option url is not of the form jdbc:postgresql://host:port/database; it is not shown here, as it may"
         " hold a password"
@@ -163,6 +168,10 @@ def session_name(queue: str | None, consumer: str | None) -> str:
 
 def dsn(connection: Mapping[str, str], name: str) -> str:
     """Return libpq's connection string of a session that appears under `name` in pg_stat_activity."""
+    from psycopg.conninfo import make_conninfo
+
+    from .._dsn import with_keepalives
+
     with errors():
         given = make_conninfo("", **parameters(connection))
         return make_conninfo(with_keepalives(given, name), application_name=name[:63], client_encoding="utf8")
@@ -170,6 +179,8 @@ def dsn(connection: Mapping[str, str], name: str) -> str:
 
 def connect(connection: Mapping[str, str], name: str, *, autocommit: bool = False) -> Connection:
     """Open a connection that appears under `name` in pg_stat_activity."""
+    import psycopg
+
     with errors():
         return psycopg.connect(dsn(connection, name), autocommit=autocommit, prepare_threshold=None)
 
@@ -177,6 +188,8 @@ def connect(connection: Mapping[str, str], name: str, *, autocommit: bool = Fals
 @contextmanager
 def errors(queue: str | None = None) -> Iterator[None]:
     """Turn psycopg's errors into ours, without the connection string, the rows and the cause."""
+    import psycopg
+
     try:
         yield
     except psycopg.Error as error:
@@ -236,6 +249,8 @@ def one(cursor: psycopg.Cursor[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 def is_lost(error: BaseException) -> bool:
     """Say whether the connection was lost, so that another one may do."""
+    import psycopg
+
     if isinstance(error, psycopg.Error):
         error = from_psycopg(error)
     return isinstance(error, PgqueConnectionError)
@@ -243,6 +258,8 @@ def is_lost(error: BaseException) -> bool:
 
 def leads_to_server(connection: Mapping[str, str], name: str) -> bool:
     """Return whether the options lead directly to the server, with no pooler between."""
+    from .._direct import ANSWERS, is_direct
+
     with connect(connection, name, autocommit=True) as conn:
         row = conn.execute(f"select {ANSWERS}".encode()).fetchone()
         return row is not None and is_direct(conn, *row)

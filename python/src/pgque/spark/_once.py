@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, overload
 
-import psycopg
-
 from ..errors import PgqueBadArgument, PgqueError, PgqueSinkEpochError
 
 if TYPE_CHECKING:
@@ -199,7 +197,7 @@ class _Once:
                         hint=f"Let somebody who may create it: {create}. The stream needs the rights to"
                         " select, insert and update.",
                     ) from None
-        if not isinstance(conn, psycopg.Connection):
+        if not _is_psycopg(conn):
             self._try_rollback(conn)
 
     def _has_table(self, conn: Any) -> bool:
@@ -232,9 +230,15 @@ class _Once:
             )
 
 
+def _is_psycopg(conn: Any) -> bool:
+    import psycopg
+
+    return isinstance(conn, psycopg.Connection)
+
+
 @contextmanager
 def _transaction(conn: Any) -> Iterator[None]:
-    if isinstance(conn, psycopg.Connection):
+    if _is_psycopg(conn):
         with conn.transaction():  # in which psycopg refuses a commit
             yield
         conn.commit()  # what whoever opened the connection has begun

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-
 from ..errors import PgqueBadArgument, PgqueError
 from . import _connect
 from ._offset import Place, Places, dump, load
@@ -216,6 +214,8 @@ class _Drivers(_Driver):
             self._finish(server, conn, places)
 
     def _finish(self, server: str, conn: _connect.Connection, places: Places) -> None:
+        import psycopg
+
         consumer = self._options.consumer
         _connect.tell_apart(dict(self._seen), server, conn)
         behind = []

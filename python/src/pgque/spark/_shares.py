@@ -14,8 +14,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-
 from ..errors import PgqueError
 from . import _connect
 from .options import ROUND_ROBIN, Options
@@ -136,6 +134,8 @@ class _Open:
 
     def close(self, *error: Any) -> None:
         """Take back what is not finished, and close the connection."""
+        import psycopg
+
         with suppress(psycopg.Error):
             self._copying.__exit__(*error)
         self.conn.close()

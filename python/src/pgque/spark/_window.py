@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from psycopg import sql
 from pyspark.sql.datasource import InputPartition
 
 from ..errors import PgqueBadArgument, PgqueError, PgqueTickNotFound
@@ -186,7 +185,7 @@ class Window(InputPartition):
             self.queue, self.from_tick, self.to_tick, self.parts, self.part, server, self.incarnation
         )
 
-    def rows(self, parsed: Options) -> sql.Composed:
+    def rows(self, parsed: Options) -> str:
         """Return the call that reads the messages."""
         return _call(
             "read_window",
@@ -212,7 +211,7 @@ class Archived(Window):
         self.after = after
         self.upto = upto
 
-    def rows(self, parsed: Options) -> sql.Composed:
+    def rows(self, parsed: Options) -> str:
         """Return the call that reads the messages."""
         return _call(
             "archive_read",
@@ -225,9 +224,11 @@ def _types(parsed: Options) -> list[str] | None:
     return None if parsed.types is None else list(parsed.types)
 
 
-def _call(name: str, *arguments: Any) -> sql.Composed:
-    listed = sql.SQL(", ").join(sql.Literal(argument) for argument in arguments)
-    return sql.SQL("pgque.{}({})").format(sql.SQL(name), listed)
+def _call(name: str, *arguments: Any) -> str:
+    from psycopg import sql
+
+    listed = ", ".join(sql.Literal(argument).as_string(None) for argument in arguments)
+    return f"pgque.{name}({listed})"
 
 
 class Task(InputPartition):
@@ -328,8 +329,7 @@ def _query(parsed: Options, wanted: Layout, window: Window) -> str:
         fields += ["w.ev_data as text", "w.ev_bytes as bytes"]
         if parsed.badRecords == DEAD:
             fields.append("w.ev_id as id")
-    columns = sql.SQL(", ".join(fields or ["1 as one"]))
-    return sql.SQL("select {} from {} as w").format(columns, window.rows(parsed)).as_string(None)
+    return f"select {', '.join(fields or ['1 as one'])} from {window.rows(parsed)} as w"
 
 
 class _BatchMaker:

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 
+def _check_installed() -> None:
+    """Raise ImportError that says what to install, if psycopg or its library is missing."""
+    try:
+        import psycopg  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"the data source pgque needs: pip install './python[spark]' ({type(error).__name__}: {error})"
+        ) from None
+
+
 class PgqueDataSource(DataSource):
     """Read and write the queues of pgque: `spark.read.format("pgque")`, and so on.
 
@@ -34,10 +44,12 @@ class PgqueDataSource(DataSource):
 
     def reader(self, schema: StructType) -> PgqueReader:
         """Return a reader of a batch."""
+        _check_installed()
         return PgqueReader(options.parse(self.options, options.BATCH_READ), schema)
 
     def streamReader(self, schema: StructType) -> PgqueStreamReader:
         """Return a reader of a stream."""
+        _check_installed()
         parsed = options.parse(self.options, options.STREAM_READ)
         if parsed.servers is not None:
             return PgqueServersReader(parsed, schema)
@@ -47,8 +59,10 @@ class PgqueDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> PgqueWriter:
         """Return a writer of a batch."""
+        _check_installed()
         return PgqueWriter(options.parse(self.options, options.BATCH_WRITE), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> PgqueStreamWriter:
         """Return a writer of a stream's micro-batches."""
+        _check_installed()
         return PgqueStreamWriter(options.parse(self.options, options.STREAM_WRITE), schema, overwrite)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import psycopg
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
 from ..errors import PgqueBadArgument, PgqueError, PgqueQueueInUse, PgqueQueueNotFound, PgqueTickNotFound
@@ -102,6 +101,8 @@ class PgqueReader(DataSourceReader):
         return windows
 
     def _start(self, conn: _connect.Connection, queue: str, incarnation: str) -> int:
+        import psycopg
+
         parsed = self._options
         wanted = parsed.startingAt or "earliest"
         try:
@@ -394,6 +395,8 @@ class _Driver:
 
     def do(self, call: Any) -> Any:
         """Run a call on the connection; once more on a new one if it was lost."""
+        import psycopg
+
         queue = self._options.queue
         try:
             return call(self._connected())
