@@ -108,7 +108,7 @@ format: $(VENV)/.lint ## Format the Python files
 
 # The pages, and what they link to, in the folders that they have here
 PAGES := README.md CHANGELOG.md LICENSE sql python/README.md python/SPARK.md python/docs python/src/pgque/demo/pipeline/job.py \
-         tests/bench/results tests/examples tests/image/compose.yaml tests/python/test_calls_pgbouncer.py tests/python/test_poolers.py tests/faults/test_disaster.py $(addprefix tests/support/,documents.py reference_examples.sql)
+         tests/bench/results tests/examples tests/image/compose.yaml tests/python/test_calls_pgbouncer.py tests/python/test_poolers.py $(addprefix tests/support/,documents.py reference_examples.sql)
 
 docs: $(VENV)/docs/.ready ## Build the site of the documents in build/docs; fails for a link that leads nowhere
 	@rm -rf build/pages && mkdir -p build/pages

@@ -7,6 +7,7 @@ declare
   v_foreign  text;
   v_local    bool;
   v_role     text;
+  v_version  text := '0.8.0';   -- what pgque.version() below returns
 begin
   perform pg_catalog.set_config('client_min_messages', 'warning', true);
   -- Objects of other roles in schema public must not run here, also if the file runs
@@ -63,7 +64,10 @@ begin
     raise exception using
       errcode = 'insufficient_privilege',
       message = format('schema pgque has objects or rights of other roles: %s', v_foreign),
-      hint = 'Remove these objects and rights, then install as the owner of the schema (set role). Or drop the schema.';
+      hint = case
+        when v_foreign like 'it belongs to %' then format('Install as its owner, for example after: set role %s;', substr(v_foreign, length('it belongs to ') + 1))
+        else 'Remove these objects and rights, then install again. Or drop the schema.'
+      end;
   end if;
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
@@ -74,6 +78,13 @@ begin
         message = format('cannot upgrade from pgque %s', pgque.version()),
         detail = 'Upgrades start from 0.4.3 or later. Nothing was changed.',
         hint = 'Install 0.4.3 first (sql/pgque.sql of that release), then this version.';
+    end if;
+    if string_to_array(substring(pgque.version() from '^[0-9.]+'), '.')::int[] > string_to_array(substring(v_version from '^[0-9.]+'), '.')::int[] then
+      raise exception using
+        errcode = 'feature_not_supported',
+        message = format('this database has pgque %s, which is newer than %s of this file', pgque.version(), v_version),
+        detail = 'Nothing was changed.',
+        hint = format('Install sql/pgque.sql of version %s or later.', pgque.version());
     end if;
   end if;
   foreach v_role in array array['pgque_reader', 'pgque_writer', 'pgque_admin', 'pgque_user'] loop

@@ -29,7 +29,7 @@ create or replace function pgque._no_queue(p_queue text) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ001', pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    'Create it as an administrator: select pgque.create_queue(name); List the queues that you may read: select queue_name from pgque.get_queue_info();');
+    'Check the name. A reader or an administrator lists the queues: select queue_name from pgque.get_queue_info(); An administrator creates one: select pgque.create_queue(name);');
 end
 $$;
 
@@ -294,7 +294,7 @@ $$;
 
 create or replace function pgque._settings_hint() returns text
 language sql immutable as $$
-  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. retry_backoff is a JSON object: {"base": 1, "factor": 2, "cap": 3600, "jitter": 0}, base and cap in seconds. null restores the default.'
+  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. drop_policy is dead_letter, drop or hold. retry_backoff is a JSON object: {"base": 1, "factor": 2, "cap": 3600, "jitter": 0}, base and cap in seconds. null restores the default. The type and the meaning of each setting: select * from pgque.queue_settings(queue);'
 $$;
 
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void

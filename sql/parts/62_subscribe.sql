@@ -200,7 +200,7 @@ end
 $$;
 comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
   'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after '
-  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp. keyed_order: messages of one partition_key or key are '
+  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). keyed_order: messages of one partition_key or key are '
   'delivered to workers one at a time, in order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has '
   'max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at.';
 

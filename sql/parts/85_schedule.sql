@@ -558,7 +558,8 @@ end
 $$;
 
 -- Returns how the newest run of our jobs failed, if it did, and the remedy.  If that
--- cannot be known, the remedy is how to find out.
+-- cannot be known, the remedy is how to find out.  A failed login comes before a
+-- statement_timeout, because without a login there is no run that it could end.
 create or replace function pgque._cron_failure(out failure text, out remedy text)
 language plpgsql as $$
 declare
@@ -566,20 +567,17 @@ declare
   v_run       record;
 begin
   select g.failure, g.remedy into failure, remedy from pgque._cron_gaps() g;
-  if failure is not null then
-    return;
-  end if;
   if pgque._has_cron() is not true or pg_catalog.to_regclass('cron.job_run_details') is null then
     return;
   elsif not (pg_catalog.has_table_privilege('cron.job', 'select') and pg_catalog.has_table_privilege('cron.job_run_details', 'select')) then
-    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
+    remedy := coalesce(remedy, pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user));
     return;
   end if;
   -- An ordinary owner may not read this setting: current_setting() would raise 42501, the
   -- view has no row.
   v_recorded := (select g.setting from pg_catalog.pg_settings g where g.name = 'cron.log_run');
   if v_recorded = 'off' then
-    remedy := 'Runs are not recorded (cron.log_run is off): see the server''s log.';
+    remedy := coalesce(remedy, 'Runs are not recorded (cron.log_run is off): see the server''s log.');
     return;
   end if;
   execute 'select d.status, d.return_message, d.start_time, j.nodename'
@@ -589,7 +587,7 @@ begin
     '   and d.runid > (select pg_catalog.max(m.runid) from cron.job_run_details m) - 10000'   -- jobs of others may run as often
     ' order by d.runid desc limit 1'
   into v_run;
-  if v_run.status = 'failed' then
+  if v_run.status = 'failed' and (failure is null or v_run.return_message ilike '%connect%') then
     failure := pg_catalog.concat_ws(' ', 'the last run failed', 'at ' || pg_catalog.date_trunc('seconds', v_run.start_time))
       || ': ' || pg_catalog.btrim(coalesce(v_run.return_message, 'see the server''s log'), E' \n');
     remedy := case
@@ -606,12 +604,12 @@ begin
         'alter system set max_worker_processes = 20 (one for each job that runs, and those of the server); restart the server.'
       else 'See select * from cron.job_run_details order by runid desc, and the server''s log.'
     end;
-  elsif v_run.status is null and v_recorded is null then
+  elsif failure is null and v_run.status is null and v_recorded is null then
     remedy := 'No run is recorded. If this stays so, see the server''s log: cron.log_run may be off.';
   end if;
 exception
   when insufficient_privilege or undefined_column then
-    remedy := pg_catalog.format('How runs end cannot be read: %s.', sqlerrm);
+    remedy := coalesce(remedy, pg_catalog.format('How runs end cannot be read: %s.', sqlerrm));
 end
 $$;
 

@@ -145,7 +145,7 @@ def fails(debian: Debian, wait_until: WaitUntil) -> str:
         assert connection.execute("select pgque.start()").fetchone()
     assert any("pgque.status()" in hint for hint in told)
     debian.begin_jobs()
-    wait_until(lambda: debian.status("scheduler")[0] == "failing", "the failed run", timeout=70)
+    wait_until(lambda: "the last run failed" in debian.status("scheduler")[1], "the failed run", timeout=70)
     assert debian.status("ticker")[0] == "stopped"
     with debian.connect() as connection:
         row = connection.execute(
@@ -191,7 +191,13 @@ def test_status_and_health_name_the_failed_run_and_a_remedy_that_works_and_takes
             )
         debian.process.restart()
     before = debian.ways_in()
+    timeout = sql.SQL("alter role {} set statement_timeout = {}")
+    with debian.connect(debian.account) as connection:
+        # It would end each run early, but there is none.
+        connection.execute(timeout.format(sql.Identifier(debian.owner), sql.Literal("5s")))
     advice = fails(debian, wait_until)
+    with debian.connect(debian.account) as connection:
+        connection.execute(timeout.format(sql.Identifier(debian.owner), sql.Literal("0")))
     workers, password = advice.split(" Or: ")
     debian.follow(workers if remedy == "workers" else password)
     ticks(debian, wait_until)

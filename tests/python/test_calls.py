@@ -265,6 +265,11 @@ def is_near(one: datetime | None, other: datetime | None) -> bool:
     return abs(one - other) < timedelta(seconds=40)
 
 
+def test_a_length_of_time_written_as_in_sql_is_named(client: pgque.PgqueClient, queue: str) -> None:
+    with pytest.raises(TypeError, match=r"seconds or a timedelta, not '10 s'"):
+        client.send(queue, "x", delay="10 s")  # type: ignore[arg-type]
+
+
 @each_driver
 def test_options_arrive_as_they_are_sent_by_the_client(
     opened: Open, client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick

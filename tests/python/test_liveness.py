@@ -163,6 +163,7 @@ import pgque
 
 worker = pgque.Worker(queue={queue!r}, consumer="c")
 other = 1
+alone = pgque.Consumer(queue="{queue}", consumer="c")
 
 @worker.handler("*")
 def handle(message):
@@ -231,6 +232,7 @@ def test_the_command_ends_when_nothing_is_left_if_asked_to(
         ("no_such_module:worker", "no module 'no_such_module'"),
         ("{module}:nothing", "nothing, not a Worker"),
         ("{module}:other", "a int, not a Worker"),
+        ("{module}:alone", "alone.run()"),
     ],
 )
 def test_the_command_says_what_is_no_worker(

@@ -539,6 +539,20 @@ def test_an_upgrade_from_before_0_4_3_is_refused_and_changes_nothing(own: Connec
     assert schema(own_dsn) == before
 
 
+def test_an_older_file_is_refused_and_changes_nothing(own: Connection, own_dsn: str) -> None:
+    of_this_file = value(own, "select pgque.version()")
+    own.execute(
+        "create or replace function pgque.version() returns text language sql immutable as $$ select '0.10.0'::text $$"
+    )
+    before = schema(own_dsn)
+    with pytest.raises(
+        psycopg.errors.FeatureNotSupported, match=f"newer than {of_this_file} of this"
+    ) as caught:
+        install(own_dsn)
+    assert "version 0.10.0 or later" in str(caught.value.diag.message_hint)
+    assert schema(own_dsn) == before
+
+
 @pytest.mark.parametrize("call", ["archive", "dead", "nack", "ack"])
 def test_outcomes_by_ids_that_wait_for_an_upgrade_are_of_these_messages_only(
     fresh_dsn: str,

@@ -191,6 +191,7 @@ def test_dropping_is_counted_and_leaves_no_dead_letter(pool: Connection) -> None
     assert figure(pool, "dropped", "q") == before + 3
     error = refused("PQ005", value, pool, "select pgque.set_queue_config('q', 'drop_policy', 'burn')")
     assert "drop_policy" in str(error)
+    assert "dead_letter, drop or hold" in (error.diag.message_hint or "")
 
 
 def test_held_messages_are_listed_as_failed_requeued_on_demand_and_not_purged(pool: Connection) -> None:

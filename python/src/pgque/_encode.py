@@ -177,7 +177,10 @@ def interval(value: Seconds | None) -> timedelta | None:
     """Return a length of time as an interval; plain numbers are seconds."""
     if value is None or isinstance(value, timedelta):
         return value
-    return timedelta(seconds=value)
+    try:
+        return timedelta(seconds=value)
+    except TypeError:
+        raise TypeError(f"a length of time must be seconds or a timedelta, not {value!r}") from None
 
 
 def total_seconds(value: Seconds) -> float:

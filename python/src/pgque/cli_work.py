@@ -15,6 +15,8 @@ from click.core import ParameterSource
 from . import _prometheus
 from ._cli import EXIT_CODES, Address, dsn_option, parsed_address
 from ._liveness import Liveness
+from .consumer import Consumer
+from .consumer_async import AsyncConsumer
 from .errors import PgqueError
 from .workers import Worker
 from .workers_async import AsyncWorker
@@ -102,7 +104,12 @@ def _find(name: str) -> Worker | AsyncWorker:
     found = getattr(module, attribute, None)
     if not isinstance(found, Worker | AsyncWorker):
         what = "nothing" if found is None else f"a {type(found).__name__}"
-        raise click.BadParameter(f"{name} is {what}, not a Worker or an AsyncWorker")
+        advice = (
+            f". Run it in your own program: {attribute}.run()"
+            if isinstance(found, Consumer | AsyncConsumer)
+            else ""
+        )
+        raise click.BadParameter(f"{name} is {what}, not a Worker or an AsyncWorker{advice}")
     return found
 
 

@@ -164,8 +164,9 @@ _CONNECTION_STATES = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "53
 _MISSING_STATES = frozenset({"42883", "42703", "3F000"})
 _MISSING_RIGHT = "42501"
 _GRANT_ROLE = (
-    "The role needs pgque_reader to consume, pgque_writer to send, or pgque_admin, for all queues:"
-    " grant pgque_reader to …; for one queue: select pgque.grant_queue(queue, role, 'consume');"
+    "Grant the role what the call needs, for example: grant pgque_writer to …; pgque_writer is for sends,"
+    " pgque_reader for consumers and figures, pgque_admin for the ticker and to change queues."
+    " For one queue: select pgque.grant_queue(queue, role, 'consume');"
 )
 _READ_ONLY = "25006"
 _PRIMARY = (

@@ -112,7 +112,10 @@ def _check(connection: psycopg.Connection[Any]) -> None:
 def _need_password(connection: psycopg.Connection[Any]) -> None:
     """Refuse a server that did not ask for the password: it would let anybody in as this role."""
     if not connection.pgconn.used_password:
-        raise LoginRefused("The server accepts this role without a password, so this page refuses it.")
+        raise LoginRefused(
+            "The server accepts this role without a password, so this page refuses it."
+            " Have pg_hba.conf ask for one, for example with scram-sha-256, or name another host in --dsn."
+        )
 
 
 def log_in(database: Database, user: str, password: str, statement_timeout: int) -> Connections:
