@@ -167,3 +167,29 @@ def test_a_big_window_is_mapped_once_and_its_rows_are_not_sorted(
         for n in re.findall(r"Tid Range Scan on event_\S+ e .*actual time=\S+ rows=(\d+)", plan)
     ]
     assert reads and max(reads) <= 7 * 25 + 25
+
+
+def test_pgqs_calls_look_for_ticks_as_often_as_receive(planned: tuple[Connection, list[str]]) -> None:
+    """As long as the consumer keeps up, and asks for no tick: next_batch_info() returns both of a batch."""
+    conn, plans = planned
+    value(conn, "select pgque.create_queue('q')")
+    subscribe(conn, "q")
+
+    def lookups(query: str) -> int:
+        plans.clear()
+        rows(conn, query)
+        # Of the three tables only the first has ticks.
+        return sum("Scan using tick_1_0" in plan for plan in plans)
+
+    for _ in range(CALLS):
+        offer(conn, "q", 3)
+        assert lookups("select * from pgque.receive('q', 'c')") == 1
+        assert value(conn, "select pgque.ack(r.batch_id) from pgque.receive('q', 'c', 1) r") == 1
+        sent = offer(conn, "q", 3)
+        assert lookups("select pgque.next_batch('q', 'c')") == 1
+        batch = value(conn, "select pgque.next_batch('q', 'c')")
+        plans.clear()
+        found = [i for [i] in rows(conn, "select ev_id from pgque.get_batch_events(%s)", batch)]
+        assert found == sent
+        assert not any("Scan using tick_1_0" in plan for plan in plans)
+        assert value(conn, "select pgque.finish_batch(%s)", batch) == 1
