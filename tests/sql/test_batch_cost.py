@@ -193,3 +193,28 @@ def test_pgqs_calls_look_for_ticks_as_often_as_receive(planned: tuple[Connection
         assert found == sent
         assert not any("Scan using tick_1_0" in plan for plan in plans)
         assert value(conn, "select pgque.finish_batch(%s)", batch) == 1
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_a_worker_receives_without_reading_the_messages_that_wait_for_their_retry(
+    pool: Connection, analyzed: bool
+) -> None:
+    """Nor does the check whether it holds a message on its last attempt."""
+    offer(pool, "q", MANY)
+    batch = take(pool, "q", count=MANY)
+    assert (
+        len(rows(pool, "select * from pgque.nack(%s, %s, '1 hour')", batch[0].batch_id, ids(batch))) == MANY
+    )
+    if analyzed:
+        pool.execute(b"vacuum analyze pgque.retry_queue")
+    read = (
+        "select (coalesce(seq_tup_read, 0) + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_all_tables"
+        " where relid = 'pgque.retry_queue'::regclass"
+    )
+    for _ in range(CALLS):
+        offer(pool, "q", 2)
+        with pool.transaction():
+            before = value(pool, read)
+            batch = take(pool, "q", count=1)
+            assert len(take(pool, "q", count=1, ack_batch=batch[0].batch_id)) == 1
+            assert value(pool, read) - before < MANY / 10
