@@ -271,7 +271,10 @@ comment on function pgque.next_batch_custom(text, text, text, interval, int, int
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
 ) returns bigint
-language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, $3, null, null, null, $4) b $$;
+language sql as $$
+  select pgque._join($1, $2, $3, $4);
+  select pgque._open_batch($1, $2, $3, null, null, null);
+$$;
 comment on function pgque.next_batch(text, text, text, interval) is
   'Opens a batch for one of several workers (subconsumers) that share a consumer; each worker gets other windows. Registers the worker on first '
   'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '

@@ -167,3 +167,54 @@ def test_a_big_window_is_mapped_once_and_its_rows_are_not_sorted(
         for n in re.findall(r"Tid Range Scan on event_\S+ e .*actual time=\S+ rows=(\d+)", plan)
     ]
     assert reads and max(reads) <= 7 * 25 + 25
+
+
+def test_pgqs_calls_look_for_ticks_as_often_as_receive(planned: tuple[Connection, list[str]]) -> None:
+    """As long as the consumer keeps up, and asks for no tick: next_batch_info() returns both of a batch."""
+    conn, plans = planned
+    value(conn, "select pgque.create_queue('q')")
+    subscribe(conn, "q")
+
+    def lookups(query: str) -> int:
+        plans.clear()
+        rows(conn, query)
+        # Of the three tables only the first has ticks.
+        return sum("Scan using tick_1_0" in plan for plan in plans)
+
+    for _ in range(CALLS):
+        offer(conn, "q", 3)
+        assert lookups("select * from pgque.receive('q', 'c')") == 1
+        assert value(conn, "select pgque.ack(r.batch_id) from pgque.receive('q', 'c', 1) r") == 1
+        sent = offer(conn, "q", 3)
+        assert lookups("select pgque.next_batch('q', 'c')") == 1
+        batch = value(conn, "select pgque.next_batch('q', 'c')")
+        plans.clear()
+        found = [i for [i] in rows(conn, "select ev_id from pgque.get_batch_events(%s)", batch)]
+        assert found == sent
+        assert not any("Scan using tick_1_0" in plan for plan in plans)
+        assert value(conn, "select pgque.finish_batch(%s)", batch) == 1
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_a_worker_receives_without_reading_the_messages_that_wait_for_their_retry(
+    pool: Connection, analyzed: bool
+) -> None:
+    """Nor does the check whether it holds a message on its last attempt."""
+    offer(pool, "q", MANY)
+    batch = take(pool, "q", count=MANY)
+    assert (
+        len(rows(pool, "select * from pgque.nack(%s, %s, '1 hour')", batch[0].batch_id, ids(batch))) == MANY
+    )
+    if analyzed:
+        pool.execute(b"vacuum analyze pgque.retry_queue")
+    read = (
+        "select (coalesce(seq_tup_read, 0) + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_all_tables"
+        " where relid = 'pgque.retry_queue'::regclass"
+    )
+    for _ in range(CALLS):
+        offer(pool, "q", 2)
+        with pool.transaction():
+            before = value(pool, read)
+            batch = take(pool, "q", count=1)
+            assert len(take(pool, "q", count=1, ack_batch=batch[0].batch_id)) == 1
+            assert value(pool, read) - before < MANY / 10
