@@ -295,7 +295,13 @@ def test_a_worker_whose_report_waits_for_a_standby_takes_no_message_from_the_oth
 ) -> None:
     seen: list[pgque.Message] = []
     worker = pgque.Worker(
-        place.direct, queue="q", consumer="c", concurrency=1, prefetch=1, command_timeout=1, visibility_timeout=1
+        place.direct,
+        queue="q",
+        consumer="c",
+        concurrency=1,
+        prefetch=1,
+        command_timeout=1,
+        visibility_timeout=1,
     )
     worker.handler("*")(seen.append)
     with pgque.connect(place.direct, autocommit=True) as client:
