@@ -964,7 +964,10 @@ def test_a_message_whose_handler_always_loses_the_connection_is_dead_at_last_and
         wait_until(lambda: len(_ledger(conn)) == 2)
     assert _ledger(conn) == ["a", "c"]
     [dead] = client.dlq_inspect(subscribed)
-    assert (dead.ev_data, dead.dl_reason) == ("b", "the connection was lost again while this message was handled")
+    assert (dead.ev_data, dead.dl_reason) == (
+        "b",
+        "the connection was lost again while this message was handled",
+    )
 
 
 def test_constraints_that_share_a_name_hinder_no_handler(
