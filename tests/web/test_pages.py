@@ -293,9 +293,12 @@ def test_a_change_waits_for_a_lock_for_longer_than_a_call_may_take_elsewhere(
         b" and clock_timestamp() > query_start + interval '1 second'"
     )
     ended = threading.Event()
-    with running(
-        lambda: pages.append(text(b.post("/queue/purge", queue=queue))) or ended.set(), holder.rollback, 20
-    ):
+
+    def purge() -> None:
+        pages.append(text(b.post("/queue/purge", queue=queue)))
+        ended.set()
+
+    with running(purge, holder.rollback, 20):
         wait_until(lambda: ended.is_set() or conn.execute(waiting).fetchone())
         holder.rollback()
         assert ended.wait(20)

@@ -42,7 +42,7 @@ from ._sources import Priority, Source, Sources, check_weights
 from ._statements import MAX_BYTES
 from ._stopper import Stopper, HandlerInterrupted
 from .client import PgqueClient
-from .errors import PgqueError, PgquePayloadError, from_psycopg, one_line
+from .errors import PgqueConnectionError, PgqueError, PgquePayloadError, from_psycopg, one_line
 from .outcomes import HandlerOutcome, retry_interval
 from .types import Event, Message, Payload, Seconds
 
@@ -190,9 +190,7 @@ class WorkQueue:
         self.consumer = consumer
         self.encoder = encoder
         self.command_timeout = command_timeout
-        self._make_message: Callable[..., WorkMessage] = _payloads.message_maker(
-            WorkMessage, decoder
-        )
+        self._make_message: Callable[..., WorkMessage] = _payloads.message_maker(WorkMessage, decoder)
         self._client: PgqueClient | None = None
         self._listening: PgqueClient | None = None
         self._notified = False
@@ -200,6 +198,7 @@ class WorkQueue:
         # Of the connection: a loop that was left by `break` is closed by asyncio, in a task of its own.
         self._lock = Lock()
         self._deliveries: set[_Delivery] = set()  # of the loops that stand at a message
+        self._reports_alone = False  # after a lost connection, for the reason that Worker._begin has
 
     def __enter__(self) -> WorkQueue:
         return self
@@ -325,6 +324,10 @@ class WorkQueue:
                     asked_at = time.monotonic()
                     self._notified = False
                     finished = [delivery.batch] if delivery is not None and delivery.batch is not None else []
+                    if finished and self._reports_alone:
+                        _report_and_receive(client, self.consumer, finished, None, following.message)
+                        self._reports_alone = False
+                        finished = []
                     received = _report_and_receive(
                         client, self.consumer, finished, receive, following.message
                     )
@@ -355,7 +358,8 @@ class WorkQueue:
                         with self._lock:
                             _report_and_receive(client, self.consumer, [batch], None, delivery.message)
                 waiting_since = time.monotonic()
-        except BaseException:  # GeneratorExit too
+        except BaseException as error:  # GeneratorExit too
+            self._reports_alone |= isinstance(error, PgqueConnectionError)
             if delivery is not None:
                 self._end_delivery(delivery)
             raise
@@ -874,9 +878,7 @@ class Worker:
             source.queue, self.consumer, self.worker, count, self.visibility_timeout, self.max_bytes
         )
         try:
-            received = _report_and_receive(
-                client, self.consumer, to_report, receive, self._make_message
-            )
+            received = _report_and_receive(client, self.consumer, to_report, receive, self._make_message)
         except PgqueError as error:
             error.queue = error.queue or source.queue  # the text of the server does not always name it
             raise
@@ -1082,9 +1084,7 @@ class Worker:
         return _batches.failure_outcome(error, _encode.interval(self.retry_after), is_dead)
 
 
-def _wait(
-    stopper: Stopper, client: PgqueClient, seconds: float, draining: bool = False
-) -> list[str]:
+def _wait(stopper: Stopper, client: PgqueClient, seconds: float, draining: bool = False) -> list[str]:
     try:
         return stopper.wait(client.conn, seconds, draining)
     except psycopg.Error as error:

@@ -41,7 +41,7 @@ from ._sources import Priority, Source, Sources, check_weights
 from ._statements import MAX_BYTES
 from ._stopper import AsyncStopper, HandlerInterrupted
 from .client_async import AsyncPgqueClient
-from .errors import PgqueError, PgquePayloadError, from_psycopg, one_line
+from .errors import PgqueConnectionError, PgqueError, PgquePayloadError, from_psycopg, one_line
 from .outcomes import HandlerOutcome, retry_interval
 from .types import Event, Message, Payload, Seconds
 
@@ -199,6 +199,7 @@ class AsyncWorkQueue:
         # Of the connection: a loop that was left by `break` is closed by asyncio, in a task of its own.
         self._lock = AsyncLock()
         self._deliveries: set[_Delivery] = set()  # of the loops that stand at a message
+        self._reports_alone = False  # after a lost connection, for the reason that Worker._begin has
 
     async def __aenter__(self) -> AsyncWorkQueue:
         return self
@@ -324,6 +325,10 @@ class AsyncWorkQueue:
                     asked_at = time.monotonic()
                     self._notified = False
                     finished = [delivery.batch] if delivery is not None and delivery.batch is not None else []
+                    if finished and self._reports_alone:
+                        await _report_and_receive(client, self.consumer, finished, None, following.message)
+                        self._reports_alone = False
+                        finished = []
                     received = await _report_and_receive(
                         client, self.consumer, finished, receive, following.message
                     )
@@ -354,7 +359,8 @@ class AsyncWorkQueue:
                         async with self._lock:
                             await _report_and_receive(client, self.consumer, [batch], None, delivery.message)
                 waiting_since = time.monotonic()
-        except BaseException:  # GeneratorExit too
+        except BaseException as error:  # GeneratorExit too
+            self._reports_alone |= isinstance(error, PgqueConnectionError)
             if delivery is not None:
                 await self._end_delivery(delivery)
             raise
