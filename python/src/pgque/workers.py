@@ -190,7 +190,9 @@ class WorkQueue:
         self.consumer = consumer
         self.encoder = encoder
         self.command_timeout = command_timeout
-        self._make_message: Callable[..., WorkMessage] = _payloads.message_maker(WorkMessage, decoder)
+        self._make_message: Callable[..., WorkMessage] = _payloads.message_maker(
+            WorkMessage, decoder
+        )
         self._client: PgqueClient | None = None
         self._listening: PgqueClient | None = None
         self._notified = False
@@ -878,7 +880,9 @@ class Worker:
             source.queue, self.consumer, self.worker, count, self.visibility_timeout, self.max_bytes
         )
         try:
-            received = _report_and_receive(client, self.consumer, to_report, receive, self._make_message)
+            received = _report_and_receive(
+                client, self.consumer, to_report, receive, self._make_message
+            )
         except PgqueError as error:
             error.queue = error.queue or source.queue  # the text of the server does not always name it
             raise
@@ -1084,7 +1088,9 @@ class Worker:
         return _batches.failure_outcome(error, _encode.interval(self.retry_after), is_dead)
 
 
-def _wait(stopper: Stopper, client: PgqueClient, seconds: float, draining: bool = False) -> list[str]:
+def _wait(
+    stopper: Stopper, client: PgqueClient, seconds: float, draining: bool = False
+) -> list[str]:
     try:
         return stopper.wait(client.conn, seconds, draining)
     except psycopg.Error as error:
