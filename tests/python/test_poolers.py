@@ -548,12 +548,12 @@ def _read_page(bouncer: str, queue: str) -> None:
     opened = log_in(Database("", bouncer), pgbouncer.USER, pgbouncer.PASSWORD, 5)
     try:
         for _number in range(RUNS):
-            with opened.take(read_only=True, timeout="3s") as connection:
+            with opened.take(read_only=True, timeout=3) as connection:
                 connection.execute("select q.queue_name from pgque.get_queue_info() as q")
                 with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
                     connection.execute("select pgque.send(%s, 'x')", [queue])
                 with pytest.raises(psycopg.errors.QueryCanceled):
-                    connection.execute("select pg_sleep(600)", timeout="1ms")
+                    connection.execute("select pg_sleep(600)", timeout=0.001)
     finally:
         opened.close()
 
