@@ -392,6 +392,26 @@ def test_a_later_batch_that_failed_is_read_again_as_it_was(source: Source, conn:
     assert again[1][1] == ["later"]
 
 
+def test_a_purge_ends_a_stream_and_the_restarted_one_misses_nothing_that_was_committed_later(
+    source: Source, conn: Connection, connect: Callable[..., Connection]
+) -> None:
+    send(conn, source.queue, "read before")
+    forced_tick(conn, source.queue)
+    assert payloads(source.run(source.stream(startingAt="earliest"))) == ["read before"]
+    slow = connect(autocommit=False)
+    send(slow, source.queue, "open during the purge")
+    send(conn, source.queue, "purged")
+    forced_tick(conn, source.queue)
+    value(conn, "select pgque.purge(%s)", source.queue)
+    slow.commit()
+    send(conn, source.queue, "later")
+    forced_tick(conn, source.queue)
+    assert "stands at tick" in failure(source.run, source.stream())
+    again = source.stream(failOnDataLoss=False, numPartitions=1)
+    assert payloads(source.run(again)) == ["open during the purge", "later"]
+    assert payloads(source.run(again)) == []
+
+
 def test_a_transaction_that_stays_open_over_many_ticks_is_not_lost(
     source: Source, conn: Connection, connect: Callable[..., Connection]
 ) -> None:
