@@ -302,8 +302,8 @@ def combinations(old: str, both_ways: bool, brief: bool) -> Iterator[tuple[str, 
         levels.append((rr, rr, ENDS_BOTH_OLD))
     for order in ORDERS if both_ways else ORDERS[:3]:
         for level_a, level_b, ends in levels:
-            # One old snapshot is older than what the other side does only if its side acts second.
-            second = level_b if order[0] == "a" else level_a
+            # A side that has ended before the other one acts has no snapshot that is older than something.
+            first = {"aabb": level_a, "bbaa": level_b}.get(order, rc)
             for end in ends[order].split():
-                often = (brief or end in OFTEN[order].split()) and (level_a == level_b or second == rr)
+                often = (brief or end in OFTEN[order].split()) and first == rc
                 yield order, WORDS[end[0]], WORDS[end[1]], level_a, level_b, often

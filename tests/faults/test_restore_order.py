@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
@@ -27,6 +26,7 @@ from sql.helpers import (
     tick,
     value,
 )
+from support.landing import at_a_landing
 from support.servers import TestServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.programs]
@@ -85,13 +85,8 @@ def fresh(server: embedded.Server) -> Iterator[str]:
             admin.execute(f"drop database {name} with (force)".encode())
 
 
-def at_a_landing(some: tuple[str, ...], others: tuple[str, ...]) -> list[Any]:
-    """Parameters: some for each landing, the others for make verify-long, because each restores a whole dump."""
-    return [*some, *(pytest.param(other, marks=pytest.mark.long) for other in others)]
-
-
-SOME_WAYS = ("psql", "pg_restore -1", "-j4", "sections")
-WAYS = at_a_landing(SOME_WAYS, tuple(way for way in restores.WAYS if way not in SOME_WAYS))
+# Some for each landing only, because each restores a whole dump.
+WAYS = at_a_landing(("psql", "pg_restore -1", "-j4", "sections"), restores.WAYS)
 
 
 def load_twice(dumps: Dumps, source: str, dsn: str, *options: str) -> None:

@@ -156,13 +156,17 @@ def test_a_full_batch_is_followed_at_once(
 
 
 def test_a_backlog_is_drained_without_pauses_though_its_batches_are_not_full(
-    dsn: str, client: pgque.PgqueClient, feed: str, tick: Tick, wait_until: Wait, conn: Connection, kind: str
+    dsn: str, feed: str, wait_until: Wait, conn: Connection, kind: str
 ) -> None:
-    """A batch ends with the hundredth tick at the latest."""
+    """A batch ends with the hundredth tick at the latest. A session sends and ticks, without a call for each."""
     runner = Runner(dsn, feed, kind, 500)
     sent = [f"{number:03}" for number in range(250)]
-    for payload in sent:
-        _send(client, feed, tick, payload)
+    conn.execute(
+        "do $$ begin for n in 0 .. 249 loop"
+        f" perform pgque.send('{feed}', to_char(n, 'FM000')); commit;"
+        f" perform pgque.force_next_tick('{feed}'); perform pgque.ticker('{feed}'); commit;"
+        " end loop; end $$".encode()
+    )
     conn.execute(
         "update pgque.event set ev_time = ev_time - interval '2 days'"
         " where slot / 3 = (select queue_id from pgque.queue where queue_name = %s)",

@@ -108,7 +108,7 @@ def test_3000_batches_under_a_held_xmin_leave_no_dead_row(
     assert median(blocks[7:]) < 1.5 * median(blocks[:3])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_20000_batches_under_a_held_xmin_cost_as_much_as_the_first(
     held: Connection, wait_until: Callable[..., None]
