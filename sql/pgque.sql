@@ -8002,7 +8002,10 @@ comment on function pgque.next_batch_custom(text, text, text, interval, int, int
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
 ) returns bigint
-language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, $3, null, null, null, $4) b $$;
+language sql as $$
+  select pgque._join($1, $2, $3, $4);
+  select pgque._open_batch($1, $2, $3, null, null, null);
+$$;
 comment on function pgque.next_batch(text, text, text, interval) is
   'Opens a batch for one of several workers (subconsumers) that share a consumer; each worker gets other windows. Registers the worker on first '
   'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '
@@ -8017,6 +8020,49 @@ comment on function pgque.next_batch(text, text, text, interval) is
 -- Messages that receive() would not deliver are left out, and bodies are final from here
 -- on, since a client may read the batch only when it finishes it.  With a worker, a
 -- subconsumer, the batch belongs to that worker.
+create or replace function pgque._open_batch(
+  queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_turn   record := pgque._turn($1, $2, 1, $3, null, null, caller);
+  v_sub    pgque.subscriber := v_turn.sub;
+  v_queue  pgque.queue := v_turn.queue;
+  v_pos    pgque.position := v_turn.pos;
+  v_token  bigint;
+  v_count  bigint := 0;
+begin
+  if v_sub.sub_id is null or v_turn.open is not null then
+    return v_turn.open;
+  end if;
+  v_token := pgque._new_batch_id(v_pos);
+  if v_turn.due then
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, 10000, $3, v_turn.until);
+  end if;
+  if v_pos.pos_shelf = 0 then
+    if v_pos.pos_done_id is null then
+      v_pos := pgque._next_window(v_pos, v_queue, $4, $5, $6);
+      if v_pos.pos_next_tick is null then
+        perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
+        return null;
+      end if;
+    end if;
+    v_pos.pos_last_id := null;
+    -- The number of messages is not known yet.
+    v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
+    v_count := v_pos.pos_done_count;
+    v_queue := pgque._with_options(v_queue.queue_id);
+    if v_queue.queue_keyed or v_queue.queue_expiring then
+      perform pgque._sift(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
+    end if;
+  end if;
+  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $3, v_turn.until, true);
+  return v_token;
+end
+$$;
+
+-- Opens a batch and returns its two ticks too.  To look up these costs as much as half of
+-- opening the batch, so next_batch() does not.
 create or replace function pgque._next_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -8025,46 +8071,19 @@ create or replace function pgque._next_batch(
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_turn   record := pgque._turn($1, $2, 1, $3, null, null, caller);
-  v_sub    pgque.subscriber := v_turn.sub;
-  v_queue  pgque.queue := v_turn.queue;
-  v_pos    pgque.position := v_turn.pos;
-  v_count  bigint := 0;
+  v_sub    pgque.subscriber;
+  v_lease  pgque.position;
   v_prev   pgque.tick;
   v_cur    pgque.tick;
 begin
-  if v_sub.sub_id is null then
+  batch_id := pgque._open_batch($1, $2, $3, $4, $5, $6, caller);
+  if batch_id is null then
     return;
-  elsif v_turn.open is not null then
-    batch_id := v_turn.open;
-    v_pos := pgque._lease(v_sub.sub_id, batch_id);
-  else
-    batch_id := pgque._new_batch_id(v_pos);
-    if v_turn.due then
-      v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, batch_id, 10000, $3, v_turn.until);
-    end if;
-    if v_pos.pos_shelf = 0 then
-      if v_pos.pos_done_id is null then
-        v_pos := pgque._next_window(v_pos, v_queue, $4, $5, $6);
-        if v_pos.pos_next_tick is null then
-          batch_id := null;
-          perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
-          return;
-        end if;
-      end if;
-      v_pos.pos_last_id := null;
-      -- The number of messages is not known yet.
-      v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
-      v_count := v_pos.pos_done_count;
-      v_queue := pgque._with_options(v_queue.queue_id);
-      if v_queue.queue_keyed or v_queue.queue_expiring then
-        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, null::bigint);
-      end if;
-    end if;
-    perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, batch_id, $3, v_turn.until, true);
   end if;
-  v_prev := pgque._tick(v_queue.queue_id, v_pos.pos_tick);
-  v_cur := pgque._tick(v_queue.queue_id, pgque._end_of(v_pos));
+  v_sub := pgque._batch_owner(batch_id);
+  v_lease := pgque._lease(v_sub.sub_id, batch_id);
+  v_prev := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
+  v_cur := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
   cur_tick_id := v_cur.tick_id;
   cur_tick_time := v_cur.tick_time;
   cur_tick_event_seq := v_cur.tick_event_seq;
@@ -8087,6 +8106,11 @@ declare
   v_prev   pgque.tick;
   v_tick   pgque.tick;
 begin
+  if p_min_lag is null and not v_sized and p_queue.queue_reader = pgque.version()
+    and pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) <= p_pos.pos_next_tick
+  then
+    return p_pos;   -- the window that _turn() found ends at the last tick
+  end if;
   p_pos := pgque._with_window(p_pos, null);
   if p_min_lag is null and not v_sized then
     return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count, p_queue.queue_reader);
@@ -8137,7 +8161,7 @@ comment on function pgque.next_batch_info(text, text) is
   'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
-language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
+language sql as $$ select pgque._open_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch(text, text) is
   'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
   'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more. Retries that '
@@ -8174,14 +8198,14 @@ create or replace function pgque._open_sql(p_batch bigint) returns text
 language plpgsql as $$
 declare
   v_sub    pgque.subscriber := pgque._batch_owner(p_batch);
-  v_lease  pgque.position := pgque._open_lease(v_sub, p_batch);
+  v_lease  pgque.position := pgque._lease(v_sub.sub_id, p_batch);
 begin
-  if v_lease.pos_fresh > 0 and exists (
+  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) and exists (
     select from pgque.queue q where q.queue_id = v_sub.sub_queue and not pgque._keyed(q) and not pgque._expiring(q))
-    and not (pgque._lease_state(p_batch)).closed
   then
     return pgque._slice_sql(v_sub, v_lease);
   end if;
+  perform pgque._open_lease(v_sub, p_batch);
   return pgque._batch_sql(v_sub, p_batch);
 end
 $$;
@@ -14942,7 +14966,7 @@ language sql immutable as $$
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
       queue_incarnation tick_for next_tick split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
       get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer
-      _ack _dead _next_batch _join'),
+      _ack _dead _next_batch _open_batch _join'),
     ('pgque_admin', '_fail _no_standby create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
       set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages get_message
       list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick
