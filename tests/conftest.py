@@ -36,6 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, _end)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A shell has background jobs ignore Ctrl-C, and programs that tests start and interrupt would as well.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(signum: int, frame: object) -> None:

@@ -469,7 +469,7 @@ def _ticker(
     stop = threading.Event()
     with threads.running(lambda: ticker.run_ticker(bouncer, stop), stop.set, 20):
         for _number in range(RUNS):
-            wait_until(next_loop, "the loop runs")
+            wait_until(next_loop, "the loop runs", timeout=30)
             conn.execute("select pgque.stop()")
 
 

@@ -171,7 +171,7 @@ def test_what_a_role_may_not_do_is_refused_or_not_offered(database: str, roles: 
         shown.press("p")
         shown.wait_for("Pause queue orders?")
         shown.press("y")
-        shown.wait_for("permission denied for function pause", "hint: The role needs")
+        shown.wait_for("permission denied for function pause", "hint: Grant the role")
         shown.press(ENTER)
         shown.wait_for("Dead letters by reason: permission denied", "desk-2")
     with top(one.dsn) as shown:

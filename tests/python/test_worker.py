@@ -1124,11 +1124,10 @@ def test_a_signal_lets_what_runs_finish_and_hands_the_rest_back(
     process = program(pool, use, 2, timeout=60)
     _send(client, pool, tick, *["sleep 1"] * 6)
     wait_until(lambda: len(handled()) == 2, timeout=30)
-    began = time.monotonic()
     process.send_signal(signum)
     assert process.wait(15) == 0
-    assert time.monotonic() - began < 6
     started = len(handled())
+    assert started < 6
     assert _held(client, pool) == 0
     assert len(_left(client, pool)) == 6 - started
 

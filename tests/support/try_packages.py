@@ -26,7 +26,7 @@ PGXN = REPOSITORY / ".venv" / "dist" / "bin" / "pgxnclient"
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
 # What each extra must bring, by the modules of pgque that need it.
 EXTRAS = {
-    "binary": "psycopg_binary",
+    "binary": "psycopg, psycopg_binary",
     "dev": "mypy, pytest",
     "django": "django_tasks, pgque.django.operations",
     "embedded": "pgque.embedded",
