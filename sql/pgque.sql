@@ -64,6 +64,8 @@
 do $$
 declare
   v_foreign  text;
+  v_hint     text;
+  v_before   int[];
   v_local    bool;
   v_role     text;
   v_version  text := '0.8.0';   -- what pgque.version() below returns
@@ -97,48 +99,49 @@ begin
   end loop;
   -- Objects that another role put into the schema, or may put there, would run with our
   -- rights.
-  select min(f.what) into v_foreign
+  select f.what, f.hint into v_foreign, v_hint
   from (
-    select 'it belongs to ' || n.nspowner::regrole::text as what, n.nspowner as owner
+    select 'it belongs to ' || n.nspowner::regrole::text as what, n.nspowner as owner,
+      format('Install as its owner, for example after: set role %s;', n.nspowner::regrole) as hint
     from pg_namespace n where n.nspname = 'pgque'
     union all
-    select 'there is ' || p.oid::regprocedure::text || ' of ' || p.proowner::regrole::text, p.proowner
+    select 'there is ' || p.oid::regprocedure::text || ' of ' || p.proowner::regrole::text, p.proowner, null
     from pg_proc p where p.pronamespace = 'pgque'::regnamespace
     union all
-    select 'there is ' || c.oid::regclass::text || ' of ' || c.relowner::regrole::text, c.relowner
+    select 'there is ' || c.oid::regclass::text || ' of ' || c.relowner::regrole::text, c.relowner, null
     from pg_class c where c.relnamespace = 'pgque'::regnamespace
     union all
-    select 'there is the type ' || t.oid::regtype::text || ' of ' || t.typowner::regrole::text, t.typowner
+    select 'there is the type ' || t.oid::regtype::text || ' of ' || t.typowner::regrole::text, t.typowner, null
     from pg_type t where t.typnamespace = 'pgque'::regnamespace
     union all
-    select 'there is the operator ' || o.oid::regoperator::text || ' of ' || o.oprowner::regrole::text, o.oprowner
+    select 'there is the operator ' || o.oid::regoperator::text || ' of ' || o.oprowner::regrole::text, o.oprowner, null
     from pg_operator o where o.oprnamespace = 'pgque'::regnamespace
     union all
-    select coalesce(nullif(a.grantee, 0)::regrole::text, 'everybody') || ' may create objects in it', 0
+    select coalesce(nullif(a.grantee, 0)::regrole::text, 'everybody') || ' may create objects in it', 0, null
     from pg_namespace n, aclexplode(n.nspacl) a
     where n.nspname = 'pgque' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
   ) f
-  where f.owner <> (select r.oid from pg_roles r where r.rolname = current_user);
+  where f.owner <> (select r.oid from pg_roles r where r.rolname = current_user)
+  order by f.what
+  limit 1;
   if v_foreign is not null then
     raise exception using
       errcode = 'insufficient_privilege',
       message = format('schema pgque has objects or rights of other roles: %s', v_foreign),
-      hint = case
-        when v_foreign like 'it belongs to %' then format('Install as its owner, for example after: set role %s;', substr(v_foreign, length('it belongs to ') + 1))
-        else 'Remove these objects and rights, then install again. Or drop the schema.'
-      end;
+      hint = coalesce(v_hint, 'Remove these objects and rights, then install again. Or drop the schema.');
   end if;
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
     perform pg_catalog.set_config('pgque.version_before', pgque.version(), v_local);
-    if string_to_array(substring(pgque.version() from '^[0-9.]+'), '.')::int[] < '{0,4,3}' then
+    v_before := string_to_array(substring(pgque.version() from '^[0-9.]+'), '.');
+    if v_before < '{0,4,3}' then
       raise exception using
         errcode = 'feature_not_supported',
         message = format('cannot upgrade from pgque %s', pgque.version()),
         detail = 'Upgrades start from 0.4.3 or later. Nothing was changed.',
         hint = 'Install 0.4.3 first (sql/pgque.sql of that release), then this version.';
     end if;
-    if string_to_array(substring(pgque.version() from '^[0-9.]+'), '.')::int[] > string_to_array(substring(v_version from '^[0-9.]+'), '.')::int[] then
+    if v_before > string_to_array(substring(v_version from '^[0-9.]+'), '.')::int[] then
       raise exception using
         errcode = 'feature_not_supported',
         message = format('this database has pgque %s, which is newer than %s of this file', pgque.version(), v_version),
@@ -6322,8 +6325,8 @@ begin
   where q.queue_name = p_queue collate pg_catalog."default"
     and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
   if not found then
-    -- p_queue is a queue_uid, or the queue has got this name since that query began.  It is
-    -- looked for by its id, since its name may be another one already when the next query begins.
+    -- p_queue is a queue_uid, or the queue has got this name since that query began.  The
+    -- next query finds the queue by its id, because the queue may have another name by then.
     v_queue := pgque._queue(p_queue, p_caller, 'consume');
     select s as sub, j.journal_cur, v_queue.queue_archive_on_ack, v_queue.queue_restored into v_found
     from pgque._named(v_queue.queue_id, p_consumer) s
@@ -10434,11 +10437,7 @@ begin
   if $2 = $3 then
     perform pgque._fail('PQ005', format('consumer %I of queue %I can not read its own archive', $2, v_queue.queue_name),
       'Pass the name of a new consumer, and the one whose archive it reads.');
-  elsif exists (
-    select from pgque.subscriber s
-    join pgque.consumer c on c.co_id = s.sub_consumer
-    where s.sub_queue = v_queue.queue_id and s.sub_main is null and c.co_name = $2 collate "default")
-  then
+  elsif exists (select from pgque._named(v_queue.queue_id, $2)) then
     return 0;
   end if;
   perform pgque._rebase(v_queue.queue_id);

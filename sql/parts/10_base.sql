@@ -5,6 +5,8 @@
 do $$
 declare
   v_foreign  text;
+  v_hint     text;
+  v_before   int[];
   v_local    bool;
   v_role     text;
   v_version  text := '0.8.0';   -- what pgque.version() below returns
@@ -38,48 +40,49 @@ begin
   end loop;
   -- Objects that another role put into the schema, or may put there, would run with our
   -- rights.
-  select min(f.what) into v_foreign
+  select f.what, f.hint into v_foreign, v_hint
   from (
-    select 'it belongs to ' || n.nspowner::regrole::text as what, n.nspowner as owner
+    select 'it belongs to ' || n.nspowner::regrole::text as what, n.nspowner as owner,
+      format('Install as its owner, for example after: set role %s;', n.nspowner::regrole) as hint
     from pg_namespace n where n.nspname = 'pgque'
     union all
-    select 'there is ' || p.oid::regprocedure::text || ' of ' || p.proowner::regrole::text, p.proowner
+    select 'there is ' || p.oid::regprocedure::text || ' of ' || p.proowner::regrole::text, p.proowner, null
     from pg_proc p where p.pronamespace = 'pgque'::regnamespace
     union all
-    select 'there is ' || c.oid::regclass::text || ' of ' || c.relowner::regrole::text, c.relowner
+    select 'there is ' || c.oid::regclass::text || ' of ' || c.relowner::regrole::text, c.relowner, null
     from pg_class c where c.relnamespace = 'pgque'::regnamespace
     union all
-    select 'there is the type ' || t.oid::regtype::text || ' of ' || t.typowner::regrole::text, t.typowner
+    select 'there is the type ' || t.oid::regtype::text || ' of ' || t.typowner::regrole::text, t.typowner, null
     from pg_type t where t.typnamespace = 'pgque'::regnamespace
     union all
-    select 'there is the operator ' || o.oid::regoperator::text || ' of ' || o.oprowner::regrole::text, o.oprowner
+    select 'there is the operator ' || o.oid::regoperator::text || ' of ' || o.oprowner::regrole::text, o.oprowner, null
     from pg_operator o where o.oprnamespace = 'pgque'::regnamespace
     union all
-    select coalesce(nullif(a.grantee, 0)::regrole::text, 'everybody') || ' may create objects in it', 0
+    select coalesce(nullif(a.grantee, 0)::regrole::text, 'everybody') || ' may create objects in it', 0, null
     from pg_namespace n, aclexplode(n.nspacl) a
     where n.nspname = 'pgque' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
   ) f
-  where f.owner <> (select r.oid from pg_roles r where r.rolname = current_user);
+  where f.owner <> (select r.oid from pg_roles r where r.rolname = current_user)
+  order by f.what
+  limit 1;
   if v_foreign is not null then
     raise exception using
       errcode = 'insufficient_privilege',
       message = format('schema pgque has objects or rights of other roles: %s', v_foreign),
-      hint = case
-        when v_foreign like 'it belongs to %' then format('Install as its owner, for example after: set role %s;', substr(v_foreign, length('it belongs to ') + 1))
-        else 'Remove these objects and rights, then install again. Or drop the schema.'
-      end;
+      hint = coalesce(v_hint, 'Remove these objects and rights, then install again. Or drop the schema.');
   end if;
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
     perform pg_catalog.set_config('pgque.version_before', pgque.version(), v_local);
-    if string_to_array(substring(pgque.version() from '^[0-9.]+'), '.')::int[] < '{0,4,3}' then
+    v_before := string_to_array(substring(pgque.version() from '^[0-9.]+'), '.');
+    if v_before < '{0,4,3}' then
       raise exception using
         errcode = 'feature_not_supported',
         message = format('cannot upgrade from pgque %s', pgque.version()),
         detail = 'Upgrades start from 0.4.3 or later. Nothing was changed.',
         hint = 'Install 0.4.3 first (sql/pgque.sql of that release), then this version.';
     end if;
-    if string_to_array(substring(pgque.version() from '^[0-9.]+'), '.')::int[] > string_to_array(substring(v_version from '^[0-9.]+'), '.')::int[] then
+    if v_before > string_to_array(substring(v_version from '^[0-9.]+'), '.')::int[] then
       raise exception using
         errcode = 'feature_not_supported',
         message = format('this database has pgque %s, which is newer than %s of this file', pgque.version(), v_version),

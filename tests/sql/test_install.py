@@ -526,30 +526,24 @@ def test_an_upgrade_keeps_no_lock_on_the_tables_of_a_queue(
     assert held == []
 
 
-def test_an_upgrade_from_before_0_4_3_is_refused_and_changes_nothing(own: Connection, own_dsn: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "error", "hint"),
+    [
+        ("0.4.2", r"cannot upgrade from pgque 0\.4\.2", "Install 0.4.3 first"),
+        ("0.10.0", "newer than {this} of this", "version 0.10.0 or later"),
+    ],
+)
+def test_a_version_that_is_too_old_or_newer_than_the_file_is_refused_and_stays_as_it_is(
+    own: Connection, own_dsn: str, version: str, error: str, hint: str
+) -> None:
+    error = error.format(this=value(own, "select pgque.version()"))
     own.execute(
-        "create or replace function pgque.version() returns text language sql immutable as $$ select '0.4.2'::text $$"
+        f"create or replace function pgque.version() returns text language sql immutable as $$ select '{version}'::text $$".encode()
     )
     before = schema(own_dsn)
-    with pytest.raises(
-        psycopg.errors.FeatureNotSupported, match=r"cannot upgrade from pgque 0\.4\.2"
-    ) as caught:
+    with pytest.raises(psycopg.errors.FeatureNotSupported, match=error) as caught:
         install(own_dsn)
-    assert "Install 0.4.3 first" in str(caught.value.diag.message_hint)
-    assert schema(own_dsn) == before
-
-
-def test_an_older_file_is_refused_and_changes_nothing(own: Connection, own_dsn: str) -> None:
-    of_this_file = value(own, "select pgque.version()")
-    own.execute(
-        "create or replace function pgque.version() returns text language sql immutable as $$ select '0.10.0'::text $$"
-    )
-    before = schema(own_dsn)
-    with pytest.raises(
-        psycopg.errors.FeatureNotSupported, match=f"newer than {of_this_file} of this"
-    ) as caught:
-        install(own_dsn)
-    assert "version 0.10.0 or later" in str(caught.value.diag.message_hint)
+    assert hint in str(caught.value.diag.message_hint)
     assert schema(own_dsn) == before
 
 
