@@ -28,8 +28,8 @@ begin
   where q.queue_name = p_queue collate pg_catalog."default"
     and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
   if not found then
-    -- p_queue is a queue_uid, or the queue has got this name since that query began.  It is
-    -- looked for by its id, since its name may be another one already when the next query begins.
+    -- p_queue is a queue_uid, or the queue has got this name since that query began.  The
+    -- next query finds the queue by its id, because the queue may have another name by then.
     v_queue := pgque._queue(p_queue, p_caller, 'consume');
     select s as sub, j.journal_cur, v_queue.queue_archive_on_ack, v_queue.queue_restored into v_found
     from pgque._named(v_queue.queue_id, p_consumer) s

@@ -143,11 +143,7 @@ begin
   if $2 = $3 then
     perform pgque._fail('PQ005', format('consumer %I of queue %I can not read its own archive', $2, v_queue.queue_name),
       'Pass the name of a new consumer, and the one whose archive it reads.');
-  elsif exists (
-    select from pgque.subscriber s
-    join pgque.consumer c on c.co_id = s.sub_consumer
-    where s.sub_queue = v_queue.queue_id and s.sub_main is null and c.co_name = $2 collate "default")
-  then
+  elsif exists (select from pgque._named(v_queue.queue_id, $2)) then
     return 0;
   end if;
   perform pgque._rebase(v_queue.queue_id);

@@ -95,7 +95,7 @@ def client(conn: Connection) -> pgque.PgqueClient:
 KINDS = ["consumer", "transactional", "subconsumer", "worker"]
 
 
-# The sync classes are generated from the async ones, of which two are enough.
+# Two of the async classes are enough, because the sync ones are generated from them.
 @pytest.fixture(params=[*KINDS, "async consumer", "async worker"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -178,7 +178,7 @@ def test_pgqs_calls_look_for_ticks_as_often_as_receive(planned: tuple[Connection
     def lookups(query: str) -> int:
         plans.clear()
         rows(conn, query)
-        # Of the three tables only the first has ticks.
+        # Only the first of the three tables has ticks.
         return sum("Scan using tick_1_0" in plan for plan in plans)
 
     for _ in range(CALLS):
@@ -199,7 +199,7 @@ def test_pgqs_calls_look_for_ticks_as_often_as_receive(planned: tuple[Connection
 def test_a_worker_receives_without_reading_the_messages_that_wait_for_their_retry(
     pool: Connection, analyzed: bool
 ) -> None:
-    """Nor does the check whether it holds a message on its last attempt."""
+    """The check whether the worker holds a message on its last attempt reads none of them."""
     offer(pool, "q", MANY)
     batch = take(pool, "q", count=MANY)
     assert (
