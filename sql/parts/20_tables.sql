@@ -383,6 +383,9 @@ create table if not exists pgque.journal (
   journal_emptied_at  timestamptz not null default '-infinity'
 );
 comment on table pgque.journal is 'The current leaf of the positions. Internal.';
+-- The same leaf as a register that a call reads without a statement.  It is a hint:
+-- _compact_journal() sets it, and whoever uses it compares it with the table.
+create sequence if not exists pgque.journal_leaf as int minvalue 0 maxvalue 1;
 
 create table if not exists pgque.position (
   pos_sub        int not null,

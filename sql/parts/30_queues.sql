@@ -736,9 +736,7 @@ begin
         execute 'drop table ' || v_leaves;
       end if;
       execute pg_catalog.format('drop sequence if exists pgque.event_%s_seq, pgque.tick_%1$s_seq', v_id);
-      select 'drop function ' || pg_catalog.string_agg(p.oid::regprocedure::text, ', ') into v_leaves
-      from pg_catalog.pg_proc p
-      where p.pronamespace = 'pgque'::regnamespace and p.proname in ('_ticks_' || v_id, '_events_' || v_id);
+      select 'drop function ' || pg_catalog.string_agg(r.func::text, ', ') into v_leaves from pgque._readers_of(v_id) r (func);
       if v_leaves is not null then
         execute v_leaves;
       end if;

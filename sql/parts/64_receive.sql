@@ -24,12 +24,28 @@ declare
   v_bytes   bigint := 0;
   v_passed  bigint := 0;   -- messages that may not be delivered now
   v_tried   boolean := false;
+  v_poll    record;
 begin
   if $7 < 1 then
     perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
       'Pass the number of bytes that fit into your memory, such as 64000000, or null.');
   end if;
-  v_turn := pgque._turn($1, $2, $3, $4, $5, $6, caller);
+  if $6 is not null then
+    perform pgque._ack($6, caller);
+  end if;
+  if $3 between 1 and 1000 and $7 is null and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years') then
+    v_poll := case when pg_sequence_last_value('pgque.journal_leaf') = 1 then pgque._poll_1($1, $2, $4, caller) else pgque._poll_0($1, $2, $4, caller) end;
+    if v_poll.idle then
+      return;
+    elsif v_poll.locked then
+      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0) || '($1, $2, $3, $4)'
+      using v_poll.sub, $3::bigint, $4, $5;
+      if found then
+        return;
+      end if;
+    end if;
+  end if;
+  v_turn := pgque._turn($1, $2, $3, $4, $5, null, caller);
   v_sub := v_turn.sub;
   if v_sub.sub_id is null then
     return;

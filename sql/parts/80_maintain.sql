@@ -193,6 +193,7 @@ begin
       return 0;
     end if;
     update pgque.journal j set journal_cur = 1 - v_cur, journal_flipped_at = clock_timestamp() where j.journal_id = 1;
+    perform setval('pgque.journal_leaf', 1 - v_cur);
     return 1;
   end if;
   for v_sub in select s.* from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur) for no key update skip locked loop
