@@ -33,13 +33,16 @@ begin
   if $6 is not null then
     perform pgque._ack($6, caller);
   end if;
-  if $3 between 1 and 1000 and $7 is null and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years') then
+  if $3 between 1 and 1000 and $7 is null and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
+    and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') and current_setting('transaction_read_only') = 'off'
+    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
+  then
     v_poll := case when pg_sequence_last_value('pgque.journal_leaf') = 1 then pgque._poll_1($1, $2, $4, caller) else pgque._poll_0($1, $2, $4, caller) end;
     if v_poll.idle then
       return;
-    elsif v_poll.locked then
-      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0) || '($1, $2, $3, $4)'
-      using v_poll.sub, $3::bigint, $4, $5;
+    elsif v_poll.sub is not null then
+      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0) || '($1, $2, $3, $4, $5, $6)'
+      using v_poll.sub, $3::bigint, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1;
       if found then
         return;
       end if;
