@@ -141,7 +141,7 @@ begin
     execute pg_catalog.format(
       $template$
       create or replace function pgque._ordinary_%1$s_%2$s(
-        p_sub int, p_max bigint, p_worker text, p_lease interval, p_attempts int, p_queue text
+        p_sub int, p_max bigint, p_bytes bigint, p_worker text, p_lease interval, p_attempts int, p_queue text
       ) returns setof pgque.delivery
       language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
       declare
@@ -193,11 +193,12 @@ begin
             case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid
           from (
             select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id order by m.ev_id))[p_max] end as last_id,
-              count(m.ev_key) + count(m.ev_expires) as optional
+              count(m.ev_key) + count(m.ev_expires) as optional,
+              sum(case when p_bytes is null then 0 else pgque._size(m.ev_data, m.ev_bytes, m.ev_headers) end) as bytes
             from m
           ) c, w
           -- The first messages with a key or a ttl may not be noted in the queue's row yet.
-          where c.n > 0 and c.optional = 0
+          where c.n > 0 and c.optional = 0 and (c.bytes > p_bytes) is not true
           returning pos_batch
         )
         select m.ev_id, d.pos_batch, m.ev_type, m.ev_data, coalesce(m.ev_retry, 0), m.ev_time, m.ev_extra1, m.ev_extra2, m.ev_extra3, m.ev_extra4,

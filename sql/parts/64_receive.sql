@@ -24,6 +24,7 @@ declare
   v_bytes   bigint := 0;
   v_passed  bigint := 0;   -- messages that may not be delivered now
   v_tried   boolean := false;
+  v_leaf    int;
   v_poll    record;
 begin
   if $7 < 1 then
@@ -31,18 +32,19 @@ begin
       'Pass the number of bytes that fit into your memory, such as 64000000, or null.');
   end if;
   if $6 is not null then
-    perform pgque._ack($6, caller);
+    perform pgque._ack(pgque._batch_for(caller, $6));
   end if;
-  if $3 between 1 and 1000 and $7 is null and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
+  if $3 between 1 and 1000 and ($4 is null or octet_length($4) between 1 and 1000) and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
     and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') and current_setting('transaction_read_only') = 'off'
     and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
   then
-    v_poll := case when pg_sequence_last_value('pgque.journal_leaf') = 1 then pgque._poll_1($1, $2, $4, caller) else pgque._poll_0($1, $2, $4, caller) end;
+    v_leaf := coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0);
+    v_poll := case v_leaf when 0 then pgque._poll_0($1, $2, $4, caller) else pgque._poll_1($1, $2, $4, caller) end;
     if v_poll.idle then
       return;
     elsif v_poll.sub is not null then
-      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0) || '($1, $2, $3, $4, $5, $6)'
-      using v_poll.sub, $3::bigint, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1;
+      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || v_leaf || '($1, $2, $3, $4, $5, $6, $7)'
+      using v_poll.sub, $3::bigint, $7, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1;
       if found then
         return;
       end if;

@@ -20,15 +20,15 @@ begin
       and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue))
   ),
   held as (
-    select from pgque.subscriber s where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') for no key update
+    select s.sub_id from pgque.subscriber s where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') for no key update
   )
-  select b.*, b.sub_role in ('normal', 'pool') and not b.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
+  select b.*, (b.sub_role = 'pool' or h.sub_id is not null) and not b.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
       and coalesce(current_setting('pgque.ordinary', true), '') <> 'off' as ordinary,
     case when b.sub_role = 'pool' then pg_advisory_xact_lock_shared(hashtext('pgque.batches'), b.sub_queue) end,
     case when b.sub_role = 'pool' then pg_advisory_xact_lock(p_batch) end
   into v_found
   from batch b
-  left join held on true;
+  left join held h on true;
   if not found then
     return 0;
   elsif v_found.ordinary and (case v_found.leaf when 0 then pgque._done_0(p_batch, v_found.sub_id) else pgque._done_1(p_batch, v_found.sub_id) end) then
