@@ -93,9 +93,11 @@ begin
         ) l
         left join lateral (
           -- After a wait for the lock, the conditions hold for the row as it is then.
-          select s.sub_id from pgque.subscriber s where s.sub_id = l.sub_id and s.sub_role = l.sub_role and not s.sub_keyed and not s.sub_offsets
+          select s.sub_id from pgque.subscriber s
+          where l.quiet and l.ordinary and l.read is not true
+            and s.sub_id = l.sub_id and s.sub_role = l.sub_role and not s.sub_keyed and not s.sub_offsets
           for no key update
-        ) h on l.quiet and l.ordinary and l.read is not true;
+        ) h on true;
       end
       $body$
       $template$, n, pgque._newest_sql(n, 's.sub_id'), pgque._quiet_sql(), pgque._ordinary_sql());
