@@ -82,10 +82,20 @@ begin
           select s.sub_id, s.sub_role, q.queue_id, q.queue_max_receive_attempts, q.queue_visibility_timeout, %4$s as ordinary,
             %3$s and (select r.ev_owner from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_retry_after <= v_now limit 1) is null as quiet,
             p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
-          from pgque.queue q, pgque.consumer c, pgque.subscriber s, pgque.journal j, lateral (%2$s) p
+          from pgque.queue q,
+            -- In this order: otherwise the planner reads all consumers of the queue.
+            lateral (
+              select c.co_id from pgque.consumer c where c.co_queue = any (array[0, q.queue_id]) and c.co_name = p_consumer collate pg_catalog."default"
+              offset 0
+            ) c,
+            lateral (
+              select s.sub_id, s.sub_role, s.sub_keyed, s.sub_offsets
+              from pgque.subscriber s
+              where s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+              offset 0
+            ) s,
+            pgque.journal j, lateral (%2$s) p
           where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
-            and c.co_queue = any (array[0, q.queue_id]) and c.co_name = p_consumer collate pg_catalog."default"
-            and s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
             and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
             and j.journal_id = 1 and j.journal_cur = %1$s
             and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id))

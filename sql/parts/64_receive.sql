@@ -50,7 +50,7 @@ begin
       end if;
     end if;
   end if;
-  v_turn := pgque._turn($1, $2, $3, $4, $5, null, caller);
+  v_turn := pgque._turn($1, $2, $3, $4, $5, caller);
   v_sub := v_turn.sub;
   if v_sub.sub_id is null then
     return;
@@ -161,8 +161,8 @@ language sql stable as $$
   select coalesce(pg_catalog.octet_length(p_data), 0)::bigint + coalesce(pg_catalog.octet_length(p_bytes), 0) + coalesce(pg_catalog.pg_column_size(p_headers), 0)
 $$;
 
--- Begins a delivery: closes the batch that is acknowledged, returns if there is nothing
--- to do (sub is null then), and locks the consumer.
+-- Begins a delivery: returns if there is nothing to do (sub is null then), and locks the
+-- consumer.
 --   * pos: where the delivery begins, with its next window if that is known
 --   * open: an open batch, which is redelivered
 --   * due: whether messages may be due in the retry queue
@@ -174,7 +174,7 @@ $$;
 -- Every expression and statement here is prepared again in each transaction.  So one
 -- statement does what two could do.
 create or replace function pgque._turn(
-  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_ack bigint, p_caller name,
+  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name,
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
   out room bigint, out span bigint, out until timestamptz, out changed boolean
 )
@@ -183,11 +183,10 @@ declare
   v_now    timestamptz := pgque.clock();
   v_found  record;
   v_ahead  pgque.position;
-  v_acked  int;
 begin
   loop   -- as _find() does
-    select s as sub, j.journal_cur as leaf, q.queue_archive_on_ack as archives,
-      q.queue_reader as reader, case when q.queue_reader = pgque.version() then pg_catalog.pg_sequence_last_value(q.queue_tick_seq) end as last_tick
+    select s as sub, j.journal_cur as leaf, q.queue_reader as reader,
+      case when q.queue_reader = pgque.version() then pg_catalog.pg_sequence_last_value(q.queue_tick_seq) end as last_tick
     into v_found from pgque.queue q
     join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
     join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
@@ -196,7 +195,7 @@ begin
       and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
     if not found then
       perform pgque._need_max_return(p_max, p_queue);
-      select f.sub, f.leaf, f.archives, null::text as reader, null::bigint as last_tick into v_found from pgque._find(p_queue, p_consumer, p_caller) f;
+      select f.sub, f.leaf, null::text as reader, null::bigint as last_tick into v_found from pgque._find(p_queue, p_consumer, p_caller) f;
     end if;
     sub := v_found.sub;
     leaf := v_found.leaf;
@@ -206,33 +205,25 @@ begin
       sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
       leaf := pgque._journal_leaf();
     end if;
-    if (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
-      v_acked := pgque._close(sub, p_ack);
-    elsif p_ack is not null then
-      perform pgque._ack(pgque._batch_for(p_caller, p_ack));
-    end if;
     span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
-    if p_ack is null then
-      -- A poll that finds nothing takes no lock, writes nothing and needs no
-      -- transaction id.
-      pos := pgque._position(sub.sub_id, leaf);
-      open := pgque._open_batch_of(sub, pos, p_worker, leaf);
-      if open is null then
-        v_ahead := pgque._next_from(pos);
-        if v_ahead.pos_next_tick is null and (v_found.last_tick <= v_ahead.pos_tick) is not true then
-          v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span, v_found.reader);
-        end if;
-        if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
-          and not exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now)
-        then
-          sub := null;
-          return;
-        end if;
+    -- A poll that finds nothing takes no lock, writes nothing and needs no
+    -- transaction id.
+    pos := pgque._position(sub.sub_id, leaf);
+    open := pgque._open_batch_of(sub, pos, p_worker, leaf);
+    if open is null then
+      v_ahead := pgque._next_from(pos);
+      if v_ahead.pos_next_tick is null and (v_found.last_tick <= v_ahead.pos_tick) is not true then
+        v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span, v_found.reader);
+      end if;
+      if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
+        and not exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now)
+      then
+        sub := null;
+        return;
       end if;
     end if;
     exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;
     -- The consumer became a pool after this call began, or was one before.
-    p_ack := null;
   end loop;
   v_now := pgque.clock();
   -- For each message in the opened window, its key or ttl has been noted.
@@ -252,9 +243,6 @@ begin
   if v_found.newer or pgque._is_newer(pos, leaf) then
     leaf := pgque._journal_leaf();
     pos := pgque._position(sub.sub_id, leaf);
-    if v_acked = 1 then
-      pos.pos_open := pg_catalog.array_remove(pos.pos_open, p_ack);
-    end if;
     open := pgque._open_batch_of(sub, pos, p_worker, leaf);
     v_ahead := pgque._next_from(pos);
   end if;
