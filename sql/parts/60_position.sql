@@ -49,17 +49,6 @@ begin
 end
 $$;
 
--- Returns whether a leaf has a newer row than a position.
-create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  if p_leaf = 0 then
-    return exists (select from pgque.position_0 p where p.pos_sub = p_position.pos_sub and p.pos_seq > p_position.pos_seq);
-  end if;
-  return exists (select from pgque.position_1 p where p.pos_sub = p_position.pos_sub and p.pos_seq > p_position.pos_seq);
-end
-$$;
-
 -- Returns a position as a row of a leaf.
 create or replace function pgque._in_leaf(p_position pgque.position, p_leaf int) returns pgque.position
 language plpgsql immutable as $$

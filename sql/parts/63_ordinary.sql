@@ -60,9 +60,10 @@ language sql immutable as $$
 $$;
 
 -- _poll_0 and _poll_1: begin a delivery.  Each reads one leaf of the journal.
---   * idle: nothing can be delivered.  If it is null, the call needs the general way.
---   * sub, queue, attempts, lease: of the consumer, if it is locked, and an ordinary
---     delivery may follow
+--   * idle: nothing can be delivered
+--   * locked: the consumer is locked, and an ordinary delivery may follow
+--   * sub, queue, attempts, lease: the consumer, and what its delivery needs to know
+-- All is null if the call fits no consumer, or the other leaf is written.
 do $do$
 begin
   for n in 0..1 loop
@@ -70,14 +71,14 @@ begin
       $template$
       create or replace function pgque._poll_%1$s(
         p_queue text, p_consumer text, p_worker text, p_caller name,
-        out idle boolean, out sub int, out queue int, out attempts int, out lease interval
+        out idle boolean, out locked boolean, out sub int, out queue int, out attempts int, out lease interval
       )
       language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
       declare
         v_now  timestamptz := pgque.clock();
       begin
-        select l.quiet and l.read, h.sub_id, l.queue_id, l.queue_max_receive_attempts, l.queue_visibility_timeout
-        into idle, sub, queue, attempts, lease
+        select l.quiet and l.read, h.sub_id is not null, l.sub_id, l.queue_id, l.queue_max_receive_attempts, l.queue_visibility_timeout
+        into idle, locked, sub, queue, attempts, lease
         from (
           select s.sub_id, s.sub_role, q.queue_id, q.queue_max_receive_attempts, q.queue_visibility_timeout, %4$s as ordinary,
             %3$s and (select r.ev_owner from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_retry_after <= v_now limit 1) is null as quiet,

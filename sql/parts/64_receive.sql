@@ -26,6 +26,7 @@ declare
   v_tried   boolean := false;
   v_leaf    int;
   v_poll    record;
+  v_known   int;   -- the consumer, if a poll has found it
 begin
   if $7 < 1 then
     perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
@@ -34,7 +35,7 @@ begin
   if $6 is not null then
     perform pgque._ack(pgque._batch_for(caller, $6));
   end if;
-  if $3 between 1 and 1000 and ($4 is null or octet_length($4) between 1 and 1000) and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
+  if $3 >= 1 and ($4 is null or octet_length($4) between 1 and 1000) and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
     and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') and current_setting('transaction_read_only') = 'off'
     and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
   then
@@ -42,15 +43,16 @@ begin
     v_poll := case v_leaf when 0 then pgque._poll_0($1, $2, $4, caller) else pgque._poll_1($1, $2, $4, caller) end;
     if v_poll.idle then
       return;
-    elsif v_poll.sub is not null then
+    elsif v_poll.locked and $3 <= 1000 then
       return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || v_leaf || '($1, $2, $3, $4, $5, $6, $7)'
       using v_poll.sub, $3::bigint, $7, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1;
       if found then
         return;
       end if;
     end if;
+    v_known := v_poll.sub;
   end if;
-  v_turn := pgque._turn($1, $2, $3, $4, $5, caller);
+  v_turn := pgque._turn($1, $2, $3, $4, $5, caller, v_known);
   v_sub := v_turn.sub;
   if v_sub.sub_id is null then
     return;
@@ -171,81 +173,56 @@ $$;
 --   * until: when the lease ends
 --   * changed: whether pos must be stored in any case
 --
--- Every expression and statement here is prepared again in each transaction.  So one
--- statement does what two could do.
+-- p_sub: the consumer, if a poll has found it and that there may be something to do.
 create or replace function pgque._turn(
-  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name,
+  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name, p_sub int,
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
   out room bigint, out span bigint, out until timestamptz, out changed boolean
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_now    timestamptz := pgque.clock();
+  v_now    timestamptz;
   v_found  record;
-  v_ahead  pgque.position;
 begin
-  loop   -- as _find() does
-    select s as sub, j.journal_cur as leaf, q.queue_reader as reader,
-      case when q.queue_reader = pgque.version() then pg_catalog.pg_sequence_last_value(q.queue_tick_seq) end as last_tick
-    into v_found from pgque.queue q
-    join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
-    join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
-    cross join pgque.journal j
-    where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
-      and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
-    if not found then
-      perform pgque._need_max_return(p_max, p_queue);
-      select f.sub, f.leaf, null::text as reader, null::bigint as last_tick into v_found from pgque._find(p_queue, p_consumer, p_caller) f;
-    end if;
-    sub := v_found.sub;
-    leaf := v_found.leaf;
+  if p_sub is not null then
+    select s.* into sub from pgque.subscriber s
+    where s.sub_id = p_sub and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
+    for no key update;
+  end if;
+  while sub.sub_id is null loop
+    sub := (pgque._find(p_queue, p_consumer, p_caller)).sub;
     if (p_max >= 1 and (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000)) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
       sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
-      leaf := pgque._journal_leaf();
     end if;
-    span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
     -- A poll that finds nothing takes no lock, writes nothing and needs no
     -- transaction id.
-    pos := pgque._position(sub.sub_id, leaf);
-    open := pgque._open_batch_of(sub, pos, p_worker, leaf);
-    if open is null then
-      v_ahead := pgque._next_from(pos);
-      if v_ahead.pos_next_tick is null and (v_found.last_tick <= v_ahead.pos_tick) is not true then
-        v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span, v_found.reader);
-      end if;
-      if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
-        and not exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now)
-      then
-        sub := null;
-        return;
-      end if;
+    if pgque._is_idle(sub, p_max, p_worker) then
+      sub := null;
+      return;
     end if;
-    exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;
-    -- The consumer became a pool after this call began, or was one before.
+    -- The consumer may become a pool after this call began.
+    if pgque._lock_subscriber(sub.sub_id) <> sub.sub_role then
+      sub := null;
+    end if;
   end loop;
   v_now := pgque.clock();
-  -- For each message in the opened window, its key or ttl has been noted.
+  span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
+  leaf := pgque._journal_leaf();
+  pos := pgque._position(sub.sub_id, leaf);
+  open := pgque._open_batch_of(sub, pos, p_worker, leaf);
+  -- For each message in an opened window, its key or ttl has been noted.
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
-    exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
-    exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
       where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
-        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone,   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
-    pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
-  into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
+  into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
-  queue.queue_keyed := queue.queue_keyed or v_found.keyed;   -- as _keyed() and _expiring() have it
-  queue.queue_expiring := queue.queue_expiring or v_found.expiring;
+  queue.queue_keyed := pgque._keyed(queue);
+  queue.queue_expiring := pgque._expiring(queue);
   due := v_found.due;
-  if v_found.newer or pgque._is_newer(pos, leaf) then
-    leaf := pgque._journal_leaf();
-    pos := pgque._position(sub.sub_id, leaf);
-    open := pgque._open_batch_of(sub, pos, p_worker, leaf);
-    v_ahead := pgque._next_from(pos);
-  end if;
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
   end if;
@@ -254,7 +231,7 @@ begin
   if open is not null then
     return;
   end if;
-  pos := v_ahead;
+  pos := pgque._next_from(pos);
   changed := (v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune) is true;
   if changed then
     pos := pgque._reap(sub, pos, v_now);
@@ -264,6 +241,23 @@ begin
     pos.pos_paid := pgque._paid_since(pos.pos_paid, v_now);
     room := least(room, pg_catalog.floor(extract(epoch from v_now - pos.pos_paid) * queue.queue_throughput_limit + 0.000001)::bigint);
   end if;
+end
+$$;
+
+-- Returns whether a consumer has nothing to receive, by what this call's snapshot shows.
+create or replace function pgque._is_idle(p_sub pgque.subscriber, p_max bigint, p_worker text) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_pos  pgque.position := pgque._position(p_sub.sub_id);
+  v_now  timestamptz := pgque.clock();
+begin
+  if pgque._open_batch_of(p_sub, v_pos, p_worker, pgque._journal_leaf()) is not null then
+    return false;
+  end if;
+  v_pos := pgque._next_from(v_pos);
+  return v_pos.pos_next_tick is null and (v_now >= v_pos.pos_lapse) is not true
+    and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+    and (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
 end
 $$;
 

@@ -16,7 +16,7 @@ create or replace function pgque._next_batch(
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_turn   record := pgque._turn($1, $2, 1, $3, null, caller);
+  v_turn   record := pgque._turn($1, $2, 1, $3, null, caller, null);
   v_sub    pgque.subscriber := v_turn.sub;
   v_queue  pgque.queue := v_turn.queue;
   v_pos    pgque.position := v_turn.pos;
