@@ -436,19 +436,7 @@ begin
       update pgque.subscriber s set sub_offsets = false where s.sub_id = p_sub.sub_id;
     end if;
   end if;
-  if pgque._old_snapshot() then
-    perform pgque._append_position(p_pos, p_leaf);
-    return;
-  end if;
-  -- As _append_position() does, under the lock.
-  p_pos.pos_seq := p_pos.pos_seq + 1;
-  p_pos.pos_time := pgque.clock();
-  p_pos.leaf := p_leaf;
-  if p_leaf = 0 then
-    insert into pgque.position_0 select p_pos.*;
-  else
-    insert into pgque.position_1 select p_pos.*;
-  end if;
+  perform pgque._append_position(p_pos, p_leaf);
 end
 $$;
 
