@@ -38,7 +38,11 @@ STEPS = 150
 
 def deliver(conn: Connection, worker: str | None, count: int = 100, **options: Any) -> list[Message]:
     """Receive as the worker, or without one."""
-    return receive(conn, "q", count=count, **options) if worker is None else take(conn, "q", worker, count, **options)
+    return (
+        receive(conn, "q", count=count, **options)
+        if worker is None
+        else take(conn, "q", worker, count, **options)
+    )
 
 
 def count_calls(conn: Connection, call: Callable[[], Any]) -> dict[str, int]:
@@ -48,7 +52,11 @@ def count_calls(conn: Connection, call: Callable[[], Any]) -> dict[str, int]:
         query = "select f.funcname, f.calls from pg_stat_xact_user_functions f where f.schemaname = 'pgque'"
         before = dict(rows(conn, query))
         call()
-        return {name: calls - before.get(name, 0) for name, calls in rows(conn, query) if calls > before.get(name, 0)}
+        return {
+            name: calls - before.get(name, 0)
+            for name, calls in rows(conn, query)
+            if calls > before.get(name, 0)
+        }
 
 
 def is_ordinary(conn: Connection, call: Callable[[], Any]) -> bool:
@@ -76,7 +84,11 @@ def test_a_delivery_and_its_ack_are_five_statements_and_an_empty_poll_is_one(
     except psycopg.Error:
         pytest.skip("the server has no auto_explain, or only superusers may load it")
     ran: list[str] = []
-    for setting in ("auto_explain.log_nested_statements = on", "auto_explain.log_min_duration = 0", "client_min_messages = log"):
+    for setting in (
+        "auto_explain.log_nested_statements = on",
+        "auto_explain.log_min_duration = 0",
+        "client_min_messages = log",
+    ):
         pool.execute(f"set {setting}".encode())
     offer(pool, "q", 3)
     pool.add_notice_handler(lambda notice: ran.append(notice.message_primary or ""))
@@ -148,7 +160,9 @@ def test_a_batch_that_ends_where_the_window_ends_leaves_nothing(pool: Connection
     sent = offer(pool, "q", 6)
     assert ids(first := deliver(pool, worker, 3)) == sent[:3]
     assert ids(second := deliver(pool, worker, 3, ack_batch=first[0].batch_id)) == sent[3:]
-    assert value(pool, "select p.pos_last_id is null from pgque.position p where p.pos_batch = %s", second[0].batch_id)
+    assert value(
+        pool, "select p.pos_last_id is null from pgque.position p where p.pos_batch = %s", second[0].batch_id
+    )
     assert deliver(pool, worker, 3, ack_batch=second[0].batch_id) == []
 
 
@@ -176,7 +190,9 @@ def test_a_worker_that_waited_for_the_consumer_receives_what_the_other_one_left(
     assert take(pool, "q", "w3") == []
     for _ in range(3):
         value(pool, "select pgque.maint_tables()")
-    assert not turned or value(pool, "select pgque._journal_size(1 - j.journal_cur) from pgque.journal j") == 0
+    assert (
+        not turned or value(pool, "select pgque._journal_size(1 - j.journal_cur) from pgque.journal j") == 0
+    )
     assert ack(pool, waiting.result()[0].batch_id) == 1
 
 
@@ -274,65 +290,78 @@ class Side:
         ]
 
 
+def turn(side: Side) -> None:
+    turn_journal(side.conn)
+
+
+def maintain(side: Side) -> None:
+    value(side.conn, "select pgque.maint_tables()")
+
+
+def choose(rng: random.Random, delivered: bool, last_tick: int) -> tuple[str, Callable[[Side], Any]]:
+    """Return a call by chance, and its name."""
+    what = rng.choice(
+        ["send", "send", "open", "commit", "tick", "tick", "tick"]
+        + 5 * ["receive"]
+        + 2 * ["settle"]
+        + ["other"]
+    )
+    if what == "other" or (what == "settle" and not delivered):
+        what = rng.choice(["key", "ttl", "rotate", "archive", "seek", "turn", "maintain"])
+    count = rng.choice([1, 1, 2, 5, 40])
+    archived = rng.choice(["true", "false"])
+    tick_id = last_tick - rng.randint(1, 5)
+    settled = (
+        rng.choice(["ack", "ack", "ack", "nack", "release", "dead", "ack some"]),
+        rng.choice([0, 0, 1, 2]),
+        rng.choice([1, 2, 3]),
+    )
+    received = (
+        rng.choice([None, None, "w1", "w2"]),
+        rng.choice([1, 2, 3, 7, 100]),
+        rng.choice([None, 0, 0, 1]) if delivered else None,
+        rng.choice([None, None, 3, 1000]),
+    )
+    calls: dict[str, Callable[[Side], Any]] = {
+        "send": lambda side: send_many(side.conn, side.queue, count),
+        "open": lambda side: send(side.sender, side.queue),
+        "commit": lambda side: side.sender.commit(),
+        "tick": lambda side: forced_tick(side.conn, side.queue),
+        "receive": lambda side: side.receive(*received),
+        "settle": lambda side: side.settle(*settled),
+        "key": lambda side: post(side.conn, side.queue, key="a"),
+        "ttl": lambda side: post(side.conn, side.queue, ttl="1 hour"),
+        "rotate": lambda side: value(side.conn, "select pgque.maint_rotate_tables_step1(%s)", side.queue),
+        "archive": lambda side: value(
+            side.conn, "select pgque.set_queue_config(%s, 'archive_on_ack', %s)", side.queue, archived
+        ),
+        "seek": lambda side: value(side.conn, "select pgque.seek(%s, 'c', %s, true)", side.queue, tick_id),
+        # These are for both queues.
+        "turn": turn,
+        "maintain": maintain,
+    }
+    return what, calls[what]
+
+
 def test_any_calls_are_answered_alike_whether_deliveries_are_ordinary_or_not(
-    own_dsn: str, own: Connection, connect: Callable[..., Connection]
+    own_dsn: str, connect: Callable[..., Connection]
 ) -> None:
     seed = int(os.environ.get("PGQUE_SEED") or random.SystemRandom().randrange(10**9))
     print(f"PGQUE_SEED={seed}")
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # noqa: S311
     sides = [Side(own_dsn, connect, name, ordinary) for name, ordinary in (("on", True), ("off", False))]
-
-    def both(what: str, call: Callable[[Side], Any]) -> Any:
-        answers = []
+    deliveries, last_tick = 0, 1
+    for step in range(STEPS):
+        what, call = choose(rng, bool(sides[0].batches), last_tick)
+        answers: list[Any] = []
         for side in sides:
             try:
                 answers.append(call(side))
             except psycopg.Error as error:
                 answers.append(error.sqlstate)
-        assert answers[0] == answers[1], what
-        return answers[0]
-
-    delivered, ticked = 0, 1
-    for step in range(STEPS):
-        kind = rng.choice("send send open commit tick tick tick receive receive receive receive receive settle settle other".split())
-        what = f"step {step}: {kind}"
-        if kind == "send":
-            count = rng.choice([1, 1, 2, 5, 40])
-            both(what, lambda side: send_many(side.conn, side.queue, count))  # noqa: B023
-        elif kind == "open":
-            both(what, lambda side: send(side.sender, side.queue))
-        elif kind == "commit":
-            both(what, lambda side: side.sender.commit())
-        elif kind == "tick":
-            ticked = both(what, lambda side: forced_tick(side.conn, side.queue))
-        elif kind == "receive":
-            args = (
-                rng.choice([None, None, "w1", "w2"]),
-                rng.choice([1, 2, 3, 7, 100]),
-                rng.choice([None, 0, 0, 1]) if sides[0].batches else None,
-                rng.choice([None, None, 3, 1000]),
-            )
-            delivered += bool(both(f"{what} {args}", lambda side: side.receive(*args)))  # noqa: B023
-        elif kind == "settle" and sides[0].batches:
-            outcome_of = (rng.choice(["ack", "ack", "ack", "nack", "release", "dead", "ack some"]), rng.choice([0, 0, 1, 2]), rng.choice([1, 2, 3]))
-            both(f"{what} {outcome_of}", lambda side: side.settle(*outcome_of))  # noqa: B023
-        elif kind == "other":
-            what = rng.choice(["key", "ttl", "rotate", "turn", "tables", "archive", "back"])
-            if what == "key":
-                both(what, lambda side: post(side.conn, side.queue, key="a"))
-            elif what == "ttl":
-                both(what, lambda side: post(side.conn, side.queue, ttl="1 hour"))
-            elif what == "rotate":
-                both(what, lambda side: value(side.conn, "select pgque.maint_rotate_tables_step1(%s)", side.queue))
-            elif what == "turn":
-                turn_journal(own)
-            elif what == "tables":
-                value(own, "select pgque.maint_tables()")
-            elif what == "archive":
-                to = rng.choice(["true", "false"])
-                both(what, lambda side: value(side.conn, "select pgque.set_queue_config(%s, 'archive_on_ack', %s)", side.queue, to))  # noqa: B023
-            else:
-                ago = rng.randint(1, 5)
-                both(what, lambda side: value(side.conn, "select pgque.seek(%s, 'c', %s, true)", side.queue, ticked - ago))  # noqa: B023
-        assert sides[0].state() == sides[1].state(), what
-    assert delivered > STEPS / 30
+        assert answers[0] == answers[1], f"step {step}: {what}"
+        assert sides[0].state() == sides[1].state(), f"step {step}: {what}"
+        if what == "tick":
+            last_tick = answers[0]
+        deliveries += what == "receive" and bool(answers[0])
+    assert deliveries > STEPS / 30
