@@ -180,27 +180,20 @@ $$;
 -- Opens the window that follows a position, up to the furthest of the next 100 ticks
 -- before which no more than p_max events were numbered, and by at least one tick.  So a
 -- consumer that lags by many small ticks gets full batches.  There is no window if
--- there is no further tick.  p_reader is the queue's queue_reader, if that is known.
-create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text default null) returns pgque.position
+-- there is no further tick.
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_reader  text := p_reader;
+  v_reader  text;
   v_tick    pgque.tick;
 begin
-  if v_reader is null then
-    select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
-    if not found then
-      raise undefined_table;
-    end if;
+  select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
+  if not found then
+    raise undefined_table;
   end if;
   if v_reader = pgque.version() then
     execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
-    if v_tick.tick_id is not null then
-      p_position.pos_next_tick := v_tick.tick_id;   -- as _with_window() does
-      p_position.pos_next_snapshot := v_tick.tick_snapshot;
-      p_position.pos_next_event_seq := v_tick.tick_event_seq;
-    end if;
-    return p_position;
+    return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
   end if;
   for v_tick in execute pg_catalog.format(
     'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)

@@ -91,10 +91,9 @@ begin
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
-      v_queue := pgque._with_options(v_queue.queue_id);
     end if;
     v_pos.pos_last_id := null;
-    if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
+    if v_sub.sub_keyed or pgque._has_keys_or_ttl(v_queue.queue_id) then
       v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
       v_pos := v_sifted.pos;
       v_passed := v_passed + v_pos.pos_done_count;
@@ -212,7 +211,6 @@ begin
   leaf := pgque._journal_leaf();
   pos := pgque._position(sub.sub_id, leaf);
   open := pgque._open_batch_of(sub, pos, p_worker, leaf);
-  -- For each message in an opened window, its key or ttl has been noted.
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
@@ -220,8 +218,6 @@ begin
         and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
   into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
-  queue.queue_keyed := pgque._keyed(queue);
-  queue.queue_expiring := pgque._expiring(queue);
   due := v_found.due;
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
@@ -268,17 +264,13 @@ language sql immutable as $$
   select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
 $$;
 
--- Returns a queue after a window was opened.  Only then it is known whether a message
--- of the window may have a key or a ttl.
-create or replace function pgque._with_options(p_queue_id int) returns pgque.queue
-language plpgsql as $$
-declare
-  v_queue  pgque.queue;
+-- Returns whether a message of a window that is open may have a key or a ttl: then its
+-- transaction, or an earlier one, has noted that.
+create or replace function pgque._has_keys_or_ttl(p_queue_id int) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
-  v_queue.queue_keyed := pgque._keyed(v_queue);
-  v_queue.queue_expiring := pgque._expiring(v_queue);
-  return v_queue;
+  return exists (select from pgque.queue q where q.queue_id = p_queue_id and (q.queue_keyed or q.queue_expiring))
+    or exists (select from pgque.queue_option o where o.opt_queue = p_queue_id and o.opt_name in ('key', 'ttl'));
 end
 $$;
 

@@ -47,8 +47,7 @@ begin
       -- The number of messages is not known yet.
       v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
       v_count := v_pos.pos_done_count;
-      v_queue := pgque._with_options(v_queue.queue_id);
-      if v_queue.queue_keyed or v_queue.queue_expiring then
+      if pgque._has_keys_or_ttl(v_queue.queue_id) then
         perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, null::bigint);
       end if;
     end if;
@@ -80,7 +79,7 @@ declare
 begin
   p_pos := pgque._with_window(p_pos, null);
   if p_min_lag is null and not v_sized then
-    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count, p_queue.queue_reader);
+    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count);
   end if;
   v_prev := pgque._tick(p_queue.queue_id, p_pos.pos_tick);
   for v_tick in
