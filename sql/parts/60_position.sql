@@ -22,7 +22,7 @@ $$;
 -- other one only if the current one has no row.  So the other leaf can be emptied while
 -- consumers work.  A caller that will append holds the subscriber's row lock.
 create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
-language plpgsql set enable_seqscan = off set jit = off as $$
+language plpgsql as $$
 declare
   v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position;
@@ -30,11 +30,7 @@ begin
   -- Compaction may move the row from the second leaf to the first between the two
   -- reads.  Another read then finds it.
   for v_try in 1..10 loop
-    if v_leaf = 0 then
-      select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    else
-      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    end if;
+    v_position := pgque._position_in(p_sub, v_leaf);
     if v_position.pos_sub is null then
       v_position := pgque._position_in(p_sub, 1 - v_leaf);
     end if;

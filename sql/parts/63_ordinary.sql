@@ -4,7 +4,7 @@
 
 -- Most deliveries need none of what makes receive() long: the consumer has received its
 -- last batch, nothing waits for it in the retry queue, and no option of the queue chooses
--- from its messages.  Such a delivery is ordinary.  receive() then runs three statements:
+-- from its messages.  These deliveries are ordinary.  receive() then runs three statements:
 --   1. _poll_L finds the consumer, and locks it if an ordinary delivery may follow.  If
 --      there is nothing to do, it locks nothing, and the call ends.
 --   2. a dynamic statement calls _ordinary_N_L.

@@ -251,9 +251,16 @@ begin
     return false;
   end if;
   v_pos := pgque._next_from(v_pos);
-  return v_pos.pos_next_tick is null and (v_now >= v_pos.pos_lapse) is not true
-    and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
-    and (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
+  if v_pos.pos_next_tick is not null or v_now >= v_pos.pos_lapse
+    or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+  then
+    return false;
+  end if;
+  -- The sequence has the newest tick (see _store_tick).  So most polls read no table of ticks.
+  return exists (
+      select from pgque.queue q
+      where q.queue_id = p_sub.sub_queue and q.queue_reader = pgque.version() and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
+    or (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
 end
 $$;
 
