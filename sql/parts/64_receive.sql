@@ -40,7 +40,11 @@ begin
     and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
   then
     v_leaf := coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0);
-    v_poll := case v_leaf when 0 then pgque._poll_0($1, $2, $4, caller) else pgque._poll_1($1, $2, $4, caller) end;
+    if v_leaf = 0 then
+      v_poll := pgque._poll_0($1, $2, $4, caller);
+    else
+      v_poll := pgque._poll_1($1, $2, $4, caller);
+    end if;
     if v_poll.idle then
       return;
     elsif v_poll.locked and $3 <= 1000 then
