@@ -146,8 +146,7 @@ begin
       ' e.ev_bytes, e.ev_error, e.ev_expires'
       ' from pgque.event_%s_%s e where e.ev_txid >= x.lo and e.ev_txid < x.hi and pg_catalog.pg_visible_in_snapshot(e.ev_txid, w.next_snapshot)'
       ' and (e.ev_owner is null or e.ev_owner = p_sub) and e.ev_id > coalesce(w.done_id, 0)', p_queue_id, n), ' union all ' order by n),
-    pg_catalog.string_agg(pg_catalog.format(
-      'select t.tick_id, t.tick_snapshot, t.tick_event_seq from pgque.tick_%s_%s t where t.tick_id > p.tick', p_queue_id, n), ' union all ' order by n)
+    pg_catalog.string_agg(pg_catalog.format('select * from pgque.tick_%s_%s', p_queue_id, n), ' union all ' order by n)
   into v_events, v_ticks
   from pg_catalog.generate_series(0, 2) n;
   for n in 0..1 loop
@@ -172,8 +171,9 @@ begin
             (greatest((p.pos_last_batch >> 20) + 1, ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20) | (p_sub & 1048575) as token
           from (%3$s) p
           left join lateral (
-            select t.*
-            from (select t.* from (%4$s) t order by t.tick_id limit 100) t
+            select t.tick_id, t.tick_snapshot, t.tick_event_seq
+            -- With a condition in each of the three parts, all ticks would be sorted.
+            from (select t.* from (%4$s) t where t.tick_id > p.tick order by t.tick_id limit 100) t
             order by t.tick_event_seq <= p.event_seq + v_span desc, case when t.tick_event_seq <= p.event_seq + v_span then - t.tick_id else t.tick_id end
             limit 1
           ) n on p.fresh

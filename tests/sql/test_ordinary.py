@@ -33,7 +33,7 @@ from sql.helpers import (
     value,
 )
 
-STEPS = 150
+STEPS = 100
 
 
 def deliver(conn: Connection, worker: str | None, count: int = 100, **options: Any) -> list[Message]:
@@ -164,6 +164,20 @@ def test_a_batch_that_ends_where_the_window_ends_leaves_nothing(pool: Connection
         pool, "select p.pos_last_id is null from pgque.position p where p.pos_batch = %s", second[0].batch_id
     )
     assert deliver(pool, worker, 3, ack_batch=second[0].batch_id) == []
+
+
+def test_a_consumer_that_lags_by_many_ticks_reads_some_of_them(pool: Connection, worker: str | None) -> None:
+    for _ in range(250):
+        send(pool, "q")
+        forced_tick(pool, "q")
+    read = "select sum(t.idx_tup_fetch) from pg_stat_xact_all_tables t where t.schemaname = 'pgque' and t.relname like 'tick\\_%'"
+    for _ in range(2):
+        with pool.transaction():
+            before = value(pool, read)
+            batch = deliver(pool, worker, 1)
+            assert value(pool, read) - before <= 110
+        assert len(batch) == 1
+        assert ack(pool, batch[0].batch_id) == 1
 
 
 @pytest.mark.parametrize("turned", [False, True])
