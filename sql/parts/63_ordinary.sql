@@ -64,7 +64,7 @@ $$;
 --   * locked: the consumer is locked, and an ordinary delivery may follow
 --   * sub, queue, attempts, lease: the consumer, and what its delivery needs to know
 -- All is null if the call fits no consumer, or the other leaf is written.
-do $do$
+do $leaves$
 begin
   for n in 0..1 loop
     execute pg_catalog.format(
@@ -114,7 +114,7 @@ begin
       $template$, n, pgque._newest_sql(n, 's.sub_id'), pgque._quiet_sql(), pgque._ordinary_sql());
   end loop;
 end
-$do$;
+$leaves$;
 
 -- Creates the two functions for the ordinary deliveries of a queue, one for each leaf of
 -- the journal.  The caller has the subscriber's lock, and passes what _poll_L returned.
@@ -230,7 +230,7 @@ $function$;
 -- statement.  Each uses one leaf of the journal.  Returns false, and changes nothing, if
 -- the batch is not there, has messages in the retry queue, or is closed.  The caller has
 -- the batch's lock.
-do $do$
+do $leaves$
 begin
   for n in 0..1 loop
     execute pg_catalog.format(
@@ -252,4 +252,4 @@ begin
       $template$, n);
   end loop;
 end
-$do$;
+$leaves$;

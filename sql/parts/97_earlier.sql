@@ -88,6 +88,16 @@ drop function if exists pgque._open_window(pgque.position, int, bigint, text);
 create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text) returns pgque.position
 language sql as $$ select pgque._open_window($1, $2, $3) $$;
 
+create or replace function pgque._turn(
+  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_ack bigint, p_caller name,
+  out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
+  out room bigint, out span bigint, out until timestamptz, out changed boolean
+)
+language sql as $$
+  select pgque._ack(pgque._batch_for(p_caller, p_ack));
+  select * from pgque._turn(p_queue, p_consumer, p_max, p_worker, p_timeout, p_caller, null);
+$$;
+
 create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
 language sql as $$ select true $$;
 
