@@ -193,8 +193,9 @@ begin
     for no key update;
   end if;
   while sub.sub_id is null loop
+    perform pgque._need_max_return(p_max, p_queue);
     sub := (pgque._find(p_queue, p_consumer, p_caller)).sub;
-    if (p_max >= 1 and (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000)) is not true
+    if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
       sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
