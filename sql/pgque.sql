@@ -26,7 +26,8 @@
 --   position      where consumers stand
 --   lease         which batches are open, and which outcomes they have
 --   subscribe     consumers of a queue
---   receive       deliver a batch
+--   ordinary      the usual delivery in one statement
+--   receive       deliver a batch, the general way
 --   choose        which messages are in it
 --   keys          a pending message is replaced
 --   subconsumers  PgQ's cooperative consumers
@@ -68,7 +69,7 @@ declare
   v_before   int[];
   v_local    bool;
   v_role     text;
-  v_version  text := '0.8.0';   -- what pgque.version() below returns
+  v_version  text := '0.9.0';   -- what pgque.version() below returns
 begin
   perform pg_catalog.set_config('client_min_messages', 'warning', true);
   -- Objects of other roles in schema public must not run here, also if the file runs
@@ -183,7 +184,7 @@ comment on domain pgque.caller is
   'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.8.0'::text $$;
+language sql immutable as $$ select '0.9.0'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- The only clock of the engine.  A test moves time by replacing it.
@@ -496,8 +497,8 @@ comment on column pgque.config.delete_expired_every is
 -- confirm_restore() was called.
 --   * queue_own: the settings that are the queue's own; the others follow
 --     config.defaults
---   * queue_keyed, queue_expiring: whether a message ever had a key, a ttl: call
---     _keyed(), _expiring()
+--   * queue_keyed, queue_expiring: whether a message ever had a key, a ttl.  They lag
+--     behind the notes in queue_option: call _keyed(), _expiring()
 --   * queue_health_...: when health() warns and when it fails; 0 is never
 --   * queue_reader: the version of its reader functions
 --   * queue_incarnation: since the last repair after a restore; see _incarnation()
@@ -776,6 +777,9 @@ create table if not exists pgque.journal (
   journal_emptied_at  timestamptz not null default '-infinity'
 );
 comment on table pgque.journal is 'The current leaf of the positions. Internal.';
+-- The same leaf as a register that a call reads without a statement.  It is a hint:
+-- _compact_journal() sets it, and whoever uses it compares it with the table.
+create sequence if not exists pgque.journal_leaf as int minvalue 0 maxvalue 1;
 
 create table if not exists pgque.position (
   pos_sub        int not null,
@@ -1966,6 +1970,33 @@ language sql volatile as $$
   where q.queue_id = p_queue_id and q.queue_message_ttl > '0' and not q.queue_expiring
 $$;
 
+-- Copies the notes that messages of a queue have keys or expire to the queue's row, where
+-- a poll reads them without a look-up (see "ordinary").
+create or replace function pgque._copy_options() returns int
+language plpgsql as $$
+declare
+  v_queue  record;
+  v_count  int := 0;
+begin
+  for v_queue in
+    select q.queue_id, n.keyed, n.expiring
+    from (
+      select o.opt_queue, pg_catalog.bool_or(o.opt_name = 'key') as keyed, pg_catalog.bool_or(o.opt_name = 'ttl') as expiring
+      from pgque.queue_option o
+      group by 1
+    ) n
+    join pgque.queue q on q.queue_id = n.opt_queue
+    where n.keyed and not q.queue_keyed or n.expiring and not q.queue_expiring
+    for no key update of q skip locked
+  loop
+    update pgque.queue q set queue_keyed = q.queue_keyed or v_queue.keyed, queue_expiring = q.queue_expiring or v_queue.expiring, queue_xid = pgque._queue_xid(q)
+    where q.queue_id = v_queue.queue_id;
+    v_count := v_count + 1;
+  end loop;
+  return v_count;
+end
+$$;
+
 -- Notes for good that the archive of a queue's consumers lacks messages.
 create or replace function pgque._note_unarchived(p_queue_id int) returns void
 language sql volatile as $$
@@ -2271,9 +2302,7 @@ begin
         execute 'drop table ' || v_leaves;
       end if;
       execute pg_catalog.format('drop sequence if exists pgque.event_%s_seq, pgque.tick_%1$s_seq', v_id);
-      select 'drop function ' || pg_catalog.string_agg(p.oid::regprocedure::text, ', ') into v_leaves
-      from pg_catalog.pg_proc p
-      where p.pronamespace = 'pgque'::regnamespace and p.proname in ('_ticks_' || v_id, '_events_' || v_id);
+      select 'drop function ' || pg_catalog.string_agg(r.func::text, ', ') into v_leaves from pgque._readers_of(v_id) r (func);
       if v_leaves is not null then
         execute v_leaves;
       end if;
@@ -5547,15 +5576,22 @@ begin
       ' e.ev_headers, e.ev_key, e.ev_bytes, coalesce(e.ev_retry, 0) + p_attempt, e.ev_error, e.ev_expires, p_queue',
     pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
     pg_catalog.format(v_events, 'e.ev_txid = any (v_late)'));
-  perform pgque._set_rights(array(
-    select p.oid from pg_catalog.pg_proc p
-    where p.pronamespace = 'pgque'::regnamespace and p.proname in ('_ticks_' || p_queue_id, '_events_' || p_queue_id)));
+  perform pgque._create_ordinary(p_queue_id);
+  perform pgque._set_rights(array(select r.func::oid from pgque._readers_of(p_queue_id) r (func)));
   -- As _store_tick() does.  Up to 0.5 the sequence was set only to force a tick.
   perform pg_catalog.setval(q.queue_tick_seq, greatest(pg_catalog.pg_sequence_last_value(q.queue_tick_seq), (pgque._last_tick(q)).tick_id))
   from pgque.queue q
   where q.queue_id = p_queue_id and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) < (pgque._last_tick(q)).tick_id is not false;
 end
 $function$;
+
+-- Returns the functions whose text names a queue's tables.
+create or replace function pgque._readers_of(p_queue_id int) returns setof regprocedure
+language sql stable as $$
+  select p.oid::regprocedure
+  from pg_catalog.pg_proc p
+  where p.pronamespace = 'pgque'::regnamespace and p.proname ~ ('^_(ticks|events|ordinary)_' || p_queue_id || '(_[01])?$')
+$$;
 
 -- Creates the readers that are missing after an upgrade, some at each call.
 create or replace function pgque._make_readers() returns int
@@ -5599,7 +5635,7 @@ $$;
 -- other one only if the current one has no row.  So the other leaf can be emptied while
 -- consumers work.  A caller that will append holds the subscriber's row lock.
 create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
-language plpgsql set enable_seqscan = off set jit = off as $$
+language plpgsql as $$
 declare
   v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position;
@@ -5607,11 +5643,7 @@ begin
   -- Compaction may move the row from the second leaf to the first between the two
   -- reads.  Another read then finds it.
   for v_try in 1..10 loop
-    if v_leaf = 0 then
-      select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    else
-      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    end if;
+    v_position := pgque._position_in(p_sub, v_leaf);
     if v_position.pos_sub is null then
       v_position := pgque._position_in(p_sub, 1 - v_leaf);
     end if;
@@ -5623,17 +5655,6 @@ begin
   -- A snapshot that is older than a compaction sees the row in neither leaf.
   perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
     'Retry the transaction.');
-end
-$$;
-
--- Returns whether a leaf has a newer row than a position.
-create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  if p_leaf = 0 then
-    return exists (select from pgque.position_0 p where p.pos_sub = p_position.pos_sub and p.pos_seq > p_position.pos_seq);
-  end if;
-  return exists (select from pgque.position_1 p where p.pos_sub = p_position.pos_sub and p.pos_seq > p_position.pos_seq);
 end
 $$;
 
@@ -5768,27 +5789,20 @@ $$;
 -- Opens the window that follows a position, up to the furthest of the next 100 ticks
 -- before which no more than p_max events were numbered, and by at least one tick.  So a
 -- consumer that lags by many small ticks gets full batches.  There is no window if
--- there is no further tick.  p_reader is the queue's queue_reader, if that is known.
-create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text default null) returns pgque.position
+-- there is no further tick.
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_reader  text := p_reader;
+  v_reader  text;
   v_tick    pgque.tick;
 begin
-  if v_reader is null then
-    select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
-    if not found then
-      raise undefined_table;
-    end if;
+  select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
+  if not found then
+    raise undefined_table;
   end if;
   if v_reader = pgque.version() then
     execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
-    if v_tick.tick_id is not null then
-      p_position.pos_next_tick := v_tick.tick_id;   -- as _with_window() does
-      p_position.pos_next_snapshot := v_tick.tick_snapshot;
-      p_position.pos_next_event_seq := v_tick.tick_event_seq;
-    end if;
-    return p_position;
+    return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
   end if;
   for v_tick in execute pg_catalog.format(
     'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)
@@ -6106,70 +6120,33 @@ end
 $$;
 
 -- Acknowledges a whole batch.  Messages in the retry queue under its id are done as
--- well: they were not delivered again.
+-- well: they were not delivered again.  Returns 0 if the batch was closed before, never
+-- existed, or is not whole.
 create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_lease   pgque.position;
-  v_count   int := 0;
-  v_done    int := 0;
+  v_lease  pgque.position;
+  v_count  int := 0;
+  v_done   int := 0;
 begin
   if not pgque._lock_batch(p_sub, p_batch) then
     return 0;
-  elsif p_sub.sub_role <> 'pool' then
-    -- No other worker can have a part of it.
-    if pgque._note_finished(p_sub.sub_id, p_batch) then
-      delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
-      return 1;
-    end if;
-    return 0;
-  elsif not pgque._old_snapshot() then
-    -- The usual case in one statement.
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
-    select p_batch, 0, p_sub.sub_id, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
-    from pgque.position p
-    where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub.sub_id and p.pos_fresh > 0 and p.pos_shelf = 0
-      and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
-    limit 1
-    on conflict do nothing;
-    if found then
-      return 1;
-    end if;
-  end if;
-  if not pgque._still_whole(p_sub.sub_id, p_batch) then
-    return 0;
   end if;
   v_lease := pgque._lease(p_sub.sub_id, p_batch);
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+  if p_sub.sub_role <> 'pool' then
+    -- No other worker can have a part of it.
+    if v_lease.pos_sub is null or pgque._not_closed(array[p_batch]) = '{}' or pgque._note(p_batch, p_sub.sub_id, array[0]) is null then
+      return 0;
+    end if;
+    v_done := 1;
+  elsif not pgque._still_whole(p_sub.sub_id, p_batch) then
+    return 0;
+  elsif v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
     v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub.sub_id, array[0])), 0);
   end if;
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
   return (v_count + v_done > 0)::int;
-end
-$$;
-
--- Notes that the batch of a consumer on its own, or of a subconsumer, is finished.
--- Returns false if it was finished before, or never existed.  In the usual case the
--- leaf that is to be emptied is not used: an expression that names it would lock it.
-create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_leaf  int := pgque._journal_leaf();
-begin
-  if pgque._old_snapshot() then
-    null;
-  elsif v_leaf = 0 then
-    if exists (select from pgque.position_0 p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub) then
-      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
-      return found;
-    end if;
-  elsif exists (select from pgque.position_1 p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub) then
-    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
-    return found;
-  end if;
-  return (pgque._lease(p_sub, p_batch)).pos_sub is not null and pgque._not_closed(array[p_batch]) <> '{}'
-    and pgque._note(p_batch, p_sub, array[0], null, v_leaf) is not null;
 end
 $$;
 
@@ -6653,6 +6630,261 @@ create or replace function pgque.unregister_consumer(queue_name text, consumer_n
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
 comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for unsubscribe().';
 -- ---------------------------------------------------------------------------
+-- ordinary: the usual delivery in one statement
+-- ---------------------------------------------------------------------------
+
+-- Most deliveries need none of what makes receive() long: the consumer has received its
+-- last batch, nothing waits for it in the retry queue, and no option of the queue chooses
+-- from its messages.  These deliveries are ordinary.  receive() then runs three statements:
+--   1. _poll_L finds the consumer, and locks it if an ordinary delivery may follow.  If
+--      there is nothing to do, it locks nothing, and the call ends.
+--   2. a dynamic statement calls _ordinary_N_L.
+--   3. In that function, one statement reads the position, opens the window, reads the
+--      messages, and stores the new position.
+-- L is the leaf of the journal that is written, N the queue.  The text of these functions
+-- is fixed, so a session plans them once.
+--
+-- If a delivery is not ordinary, these statements change nothing, and receive() goes the
+-- general way.  _ordinary_sql() and the conditions of statement 3 say what is ordinary.
+--
+-- Why the consumer is locked by a statement before the one that delivers: a statement
+-- that waited for a lock reads its tables as they were before, and would deliver what
+-- another worker has just received.  So statement 3 also checks again which leaf is
+-- written.  Each function uses this leaf only: a session that used the other one would
+-- keep it from being emptied.
+--
+-- Why probes are scalar subqueries with a limit: EXISTS in their place lets the planner read
+-- the rows of all consumers into a hash table.
+--
+-- Why FROM has commas in place of JOIN: a plan of a session keeps a list of all columns for
+-- each JOIN.  That made a third of its memory.
+--
+-- Tests switch ordinary deliveries off: set pgque.ordinary = off.
+
+-- Returns the newest position of a subscriber in a leaf, as a query.
+--   * tick, fresh: where the next window begins, and whether it is a new one
+--   * open: batches that may be open, without the newest one if that is closed
+--   * p_more: more columns of p
+create or replace function pgque._newest_sql(p_leaf int, p_sub text, p_more text default '') returns text
+language sql immutable as $$
+  select pg_catalog.format(
+    'select p.pos_lapse, case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_tick else p.pos_tick end as tick,'
+    ' p.pos_next_tick is null or p.pos_fresh > 0 and p.pos_last_id is null as fresh,'
+    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_ev_id = 0) is null then p.pos_open'
+    ' else pg_catalog.array_remove(p.pos_open, p.pos_batch) end as open%3$s'
+    ' from pgque.position_%1$s p where p.pos_sub = %2$s order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
+$$;
+
+-- Returns the condition that a consumer has nothing but its window to do: no lease may
+-- have expired, and no batch of a consumer on its own is open.  p is its newest position.
+create or replace function pgque._quiet_sql() returns text
+language sql immutable as $$
+  select '(p.pos_lapse <= v_now) is not true and (p_worker is not null or coalesce(pg_catalog.cardinality(p.open), 0) = 0)'
+$$;
+
+-- Returns the condition that the options of a queue q and of its subscriber s allow
+-- ordinary deliveries.
+create or replace function pgque._ordinary_sql() returns text
+language sql immutable as $$
+  select 'q.queue_reader = pgque.version() and q.queue_throughput_limit = 0 and not q.queue_keyed and not q.queue_expiring'
+    ' and not s.sub_keyed and not s.sub_offsets'
+$$;
+
+-- _poll_0 and _poll_1: begin a delivery.  Each reads one leaf of the journal.
+--   * idle: nothing can be delivered
+--   * locked: the consumer is locked, and an ordinary delivery may follow
+--   * sub, queue, attempts, lease: the consumer, and what its delivery needs to know
+-- All is null if the call fits no consumer, or the other leaf is written.
+do $leaves$
+begin
+  for n in 0..1 loop
+    execute pg_catalog.format(
+      $template$
+      create or replace function pgque._poll_%1$s(
+        p_queue text, p_consumer text, p_worker text, p_caller name,
+        out idle boolean, out locked boolean, out sub int, out queue int, out attempts int, out lease interval
+      )
+      language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
+      declare
+        v_now  timestamptz := pgque.clock();
+      begin
+        select l.quiet and l.read, h.sub_id is not null, l.sub_id, l.queue_id, l.queue_max_receive_attempts, l.queue_visibility_timeout
+        into idle, locked, sub, queue, attempts, lease
+        from (
+          select s.sub_id, s.sub_role, q.queue_id, q.queue_max_receive_attempts, q.queue_visibility_timeout, %4$s as ordinary,
+            %3$s and (select r.ev_owner from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_retry_after <= v_now limit 1) is null as quiet,
+            p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
+          from pgque.queue q,
+            -- In this order: otherwise the planner reads all consumers of the queue.
+            lateral (
+              select c.co_id from pgque.consumer c where c.co_queue = any (array[0, q.queue_id]) and c.co_name = p_consumer collate pg_catalog."default"
+              offset 0
+            ) c,
+            lateral (
+              select s.sub_id, s.sub_role, s.sub_keyed, s.sub_offsets
+              from pgque.subscriber s
+              where s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+              offset 0
+            ) s,
+            pgque.journal j, lateral (%2$s) p
+          where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
+            and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
+            and j.journal_id = 1 and j.journal_cur = %1$s
+            and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id))
+          offset 0
+        ) l
+        left join lateral (
+          -- After a wait for the lock, the conditions hold for the row as it is then.
+          select s.sub_id from pgque.subscriber s
+          where l.quiet and l.ordinary and l.read is not true
+            and s.sub_id = l.sub_id and s.sub_role = l.sub_role and not s.sub_keyed and not s.sub_offsets
+          for no key update
+        ) h on true;
+      end
+      $body$
+      $template$, n, pgque._newest_sql(n, 's.sub_id'), pgque._quiet_sql(), pgque._ordinary_sql());
+  end loop;
+end
+$leaves$;
+
+-- Creates the two functions for the ordinary deliveries of a queue, one for each leaf of
+-- the journal.  The caller has the subscriber's lock, and passes what _poll_L returned.
+-- They return nothing, and change nothing, if the delivery is not ordinary or its window
+-- is empty.
+--
+-- As in _xids(), a window has the transactions from lo to hi, and each one that ran at
+-- its first tick and is visible in its last one.  The window ends as in _open_window():
+-- at the furthest of the next 100 ticks up to the number of events asked for, at least
+-- at the next one.  One message more than asked for is read, to know whether the window
+-- has more.
+create or replace function pgque._create_ordinary(p_queue_id int) returns void
+language plpgsql as $function$
+declare
+  v_events  text;
+  v_ticks   text;
+  v_more    text :=
+    ', p.pos_seq, p.pos_high, p.pos_skipped, p.pos_prune, p.pos_paid, p.pos_last_batch, p.pos_next_tick, p.pos_next_snapshot, p.pos_next_event_seq,'
+    ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_snapshot else p.pos_snapshot end as snapshot,'
+    ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_event_seq else p.pos_event_seq end as event_seq,'
+    ' case when p.pos_fresh > 0 then p.pos_last_id else p.pos_done_id end as done_id,'
+    ' (select j.journal_cur from pgque.journal j where j.journal_id = 1) = p.leaf as current,'
+    -- A worker that has a message for the last time receives nothing besides (_is_suspect).
+    ' (select r.ev_owner from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_worker = p_worker and r.ev_batch is not null'
+    ' and r.ev_receives > coalesce(r.ev_retry, 0) + 1 and r.ev_receives >= p_attempts and r.ev_retry_after + ''0'' > v_now limit 1) is not null as alone';
+begin
+  select pg_catalog.string_agg(pg_catalog.format(
+      'select e.ev_id, e.ev_type, e.ev_data, e.ev_retry, e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key,'
+      ' e.ev_bytes, e.ev_error, e.ev_expires'
+      ' from pgque.event_%s_%s e where e.ev_txid >= x.lo and e.ev_txid < x.hi and pg_catalog.pg_visible_in_snapshot(e.ev_txid, w.next_snapshot)'
+      ' and (e.ev_owner is null or e.ev_owner = p_sub) and e.ev_id > coalesce(w.done_id, 0)', p_queue_id, n), ' union all ' order by n),
+    pg_catalog.string_agg(pg_catalog.format('select * from pgque.tick_%s_%s', p_queue_id, n), ' union all ' order by n)
+  into v_events, v_ticks
+  from pg_catalog.generate_series(0, 2) n;
+  for n in 0..1 loop
+    execute pg_catalog.format(
+      $template$
+      create or replace function pgque._ordinary_%1$s_%2$s(
+        p_sub int, p_max bigint, p_bytes bigint, p_worker text, p_lease interval, p_attempts int, p_queue text
+      ) returns setof pgque.delivery
+      language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
+      declare
+        v_now    timestamptz := pgque.clock();
+        v_until  timestamptz := case when p_worker is null then 'infinity' else v_now + p_lease end;
+        v_span   bigint := case when p_worker is null then p_max else greatest(p_max, 1000) end;
+      begin
+        return query
+        with w as materialized (
+          select p.pos_seq, p.pos_high, p.pos_skipped, p.pos_prune, p.pos_lapse, p.pos_paid, p.open, p.tick, p.snapshot, p.event_seq, p.done_id,
+            case when p.fresh then n.tick_id else p.pos_next_tick end as next_tick,
+            case when p.fresh then n.tick_snapshot else p.pos_next_snapshot end as next_snapshot,
+            case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end as next_event_seq,
+            -- as in _new_batch_id()
+            (greatest((p.pos_last_batch >> 20) + 1, ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20) | (p_sub & 1048575) as token
+          from (%3$s) p
+          left join lateral (
+            select t.tick_id, t.tick_snapshot, t.tick_event_seq
+            -- With a condition in each of the three parts, all ticks would be sorted.
+            from (select t.* from (%4$s) t where t.tick_id > p.tick order by t.tick_id limit 100) t
+            order by t.tick_event_seq <= p.event_seq + v_span desc, case when t.tick_event_seq <= p.event_seq + v_span then - t.tick_id else t.tick_id end
+            limit 1
+          ) n on p.fresh
+          where p.current and not p.alone and %5$s
+            -- A consumer that was moved back may find an event and its retry in one window.
+            and (p.tick < p.pos_high) is not true
+            and (pg_catalog.cardinality(p.open) >= p.pos_prune) is not true
+            and case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end - p.event_seq <= greatest(10 * p_max, 500)   -- as in _is_big()
+        ),
+        m as materialized (
+          select e.*
+          from w, lateral (
+            select pg_catalog.pg_snapshot_xmax(w.snapshot), pg_catalog.pg_snapshot_xmax(w.next_snapshot)
+            union all
+            select x.xid, (x.xid::text::bigint + 1)::text::xid8
+            from pg_catalog.pg_snapshot_xip(w.snapshot) x (xid)
+            where pg_catalog.pg_visible_in_snapshot(x.xid, w.next_snapshot)
+          ) x (lo, hi), lateral (%6$s offset 0) e
+          order by e.ev_id
+          limit p_max + 1
+        ),
+        d as (
+          insert into pgque.position_%2$s (
+            pos_sub, pos_seq, pos_time, pos_tick, pos_snapshot, pos_event_seq, pos_next_tick, pos_next_snapshot, pos_next_event_seq, pos_done_id,
+            pos_last_id, pos_batch, pos_last_batch, pos_done_count, pos_high, pos_skipped, pos_worker, pos_until, pos_fresh, pos_shelf,
+            pos_open, pos_prune, pos_lapse, pos_paid)
+          select p_sub, w.pos_seq + 1, v_now, w.tick, w.snapshot, w.event_seq, w.next_tick, w.next_snapshot, w.next_event_seq, w.done_id,
+            c.last_id, w.token, w.token, least(c.n, p_max), w.pos_high, w.pos_skipped, p_worker, v_until, least(c.n, p_max), 0,
+            w.open || w.token, coalesce(w.pos_prune, 64),
+            case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid
+          from (
+            select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id order by m.ev_id))[p_max] end as last_id,
+              count(m.ev_key) + count(m.ev_expires) as optional,
+              sum(case when p_bytes is null then 0 else pgque._size(m.ev_data, m.ev_bytes, m.ev_headers) end) as bytes
+            from m
+          ) c, w
+          -- The first messages with a key or a ttl may not be noted in the queue's row yet.
+          where c.n > 0 and c.optional = 0 and (c.bytes > p_bytes) is not true
+          returning pos_batch
+        )
+        select m.ev_id, d.pos_batch, m.ev_type, m.ev_data, coalesce(m.ev_retry, 0), m.ev_time, m.ev_extra1, m.ev_extra2, m.ev_extra3, m.ev_extra4,
+          m.ev_headers, m.ev_key, m.ev_bytes, coalesce(m.ev_retry, 0) + 1, m.ev_error, m.ev_expires, p_queue
+        from d, m
+        order by m.ev_id
+        limit p_max;
+      end
+      $body$
+      $template$, p_queue_id, n, pgque._newest_sql(n, 'p_sub', v_more), v_ticks, pgque._quiet_sql(), v_events);
+  end loop;
+end
+$function$;
+
+-- _done_0 and _done_1: acknowledge a batch that was delivered from the log, in one
+-- statement.  Each uses one leaf of the journal.  Returns false, and changes nothing, if
+-- the batch is not there, has messages in the retry queue, or is closed.  The caller has
+-- the batch's lock.
+do $leaves$
+begin
+  for n in 0..1 loop
+    execute pg_catalog.format(
+      $template$
+      create or replace function pgque._done_%1$s(p_batch bigint, p_sub int) returns boolean
+      language plpgsql as $body$
+      begin
+        insert into pgque.settled_%1$s (set_batch, set_ev_id, set_sub)
+        select p_batch, 0, p_sub
+        from pgque.position_%1$s p
+        where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.pos_fresh > 0 and p.pos_shelf = 0
+          and (select j.journal_cur from pgque.journal j where j.journal_id = 1) = %1$s
+          and (select r.ev_owner from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch limit 1) is null
+        limit 1
+        on conflict do nothing;
+        return found;
+      end
+      $body$
+      $template$, n);
+  end loop;
+end
+$leaves$;
+-- ---------------------------------------------------------------------------
 -- receive: deliveries
 -- ---------------------------------------------------------------------------
 
@@ -6678,12 +6910,39 @@ declare
   v_bytes   bigint := 0;
   v_passed  bigint := 0;   -- messages that may not be delivered now
   v_tried   boolean := false;
+  v_leaf    int;
+  v_poll    record;
+  v_known   int;   -- the consumer, if a poll has found it
 begin
   if $7 < 1 then
     perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
       'Pass the number of bytes that fit into your memory, such as 64000000, or null.');
   end if;
-  v_turn := pgque._turn($1, $2, $3, $4, $5, $6, caller);
+  if $6 is not null then
+    perform pgque._ack(pgque._batch_for(caller, $6));
+  end if;
+  if $3 >= 1 and ($4 is null or octet_length($4) between 1 and 1000) and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
+    and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') and current_setting('transaction_read_only') = 'off'
+    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
+  then
+    v_leaf := coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0);
+    if v_leaf = 0 then
+      v_poll := pgque._poll_0($1, $2, $4, caller);
+    else
+      v_poll := pgque._poll_1($1, $2, $4, caller);
+    end if;
+    if v_poll.idle then
+      return;
+    elsif v_poll.locked and $3 <= 1000 then
+      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || v_leaf || '($1, $2, $3, $4, $5, $6, $7)'
+      using v_poll.sub, $3::bigint, $7, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1;
+      if found then
+        return;
+      end if;
+    end if;
+    v_known := v_poll.sub;
+  end if;
+  v_turn := pgque._turn($1, $2, $3, $4, $5, caller, v_known);
   v_sub := v_turn.sub;
   if v_sub.sub_id is null then
     return;
@@ -6722,10 +6981,9 @@ begin
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
-      v_queue := pgque._with_options(v_queue.queue_id);
     end if;
     v_pos.pos_last_id := null;
-    if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
+    if v_sub.sub_keyed or pgque._has_keys_or_ttl(v_queue.queue_id) then
       v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
       v_pos := v_sifted.pos;
       v_passed := v_passed + v_pos.pos_done_count;
@@ -6794,8 +7052,8 @@ language sql stable as $$
   select coalesce(pg_catalog.octet_length(p_data), 0)::bigint + coalesce(pg_catalog.octet_length(p_bytes), 0) + coalesce(pg_catalog.pg_column_size(p_headers), 0)
 $$;
 
--- Begins a delivery: closes the batch that is acknowledged, returns if there is nothing
--- to do (sub is null then), and locks the consumer.
+-- Begins a delivery: returns if there is nothing to do (sub is null then), and locks the
+-- consumer.
 --   * pos: where the delivery begins, with its next window if that is known
 --   * open: an open batch, which is redelivered
 --   * due: whether messages may be due in the retry queue
@@ -6804,92 +7062,54 @@ $$;
 --   * until: when the lease ends
 --   * changed: whether pos must be stored in any case
 --
--- Every expression and statement here is prepared again in each transaction.  So one
--- statement does what two could do.
+-- p_sub: the consumer, if a poll has found it and that there may be something to do.
 create or replace function pgque._turn(
-  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_ack bigint, p_caller name,
+  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name, p_sub int,
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
   out room bigint, out span bigint, out until timestamptz, out changed boolean
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_now    timestamptz := pgque.clock();
+  v_now    timestamptz;
   v_found  record;
-  v_ahead  pgque.position;
-  v_acked  int;
 begin
-  loop   -- as _find() does
-    select s as sub, j.journal_cur as leaf, q.queue_archive_on_ack as archives,
-      q.queue_reader as reader, case when q.queue_reader = pgque.version() then pg_catalog.pg_sequence_last_value(q.queue_tick_seq) end as last_tick
-    into v_found from pgque.queue q
-    cross join lateral pgque._named(q.queue_id, p_consumer) s
-    cross join pgque.journal j
-    where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
-      and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
-    if not found then
-      perform pgque._need_max_return(p_max, p_queue);
-      select f.sub, f.leaf, f.archives, null::text as reader, null::bigint as last_tick into v_found from pgque._find(p_queue, p_consumer, p_caller) f;
-    end if;
-    sub := v_found.sub;
-    leaf := v_found.leaf;
-    if (p_max >= 1 and (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000)) is not true
+  if p_sub is not null then
+    select s.* into sub from pgque.subscriber s
+    where s.sub_id = p_sub and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
+    for no key update;
+  end if;
+  while sub.sub_id is null loop
+    perform pgque._need_max_return(p_max, p_queue);
+    sub := (pgque._find(p_queue, p_consumer, p_caller)).sub;
+    if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
       sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
-      leaf := pgque._journal_leaf();
     end if;
-    if (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
-      v_acked := pgque._close(sub, p_ack);
-    elsif p_ack is not null then
-      perform pgque._ack(pgque._batch_for(p_caller, p_ack));
+    -- A poll that finds nothing takes no lock, writes nothing and needs no
+    -- transaction id.
+    if pgque._is_idle(sub, p_max, p_worker) then
+      sub := null;
+      return;
     end if;
-    span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
-    if p_ack is null then
-      -- A poll that finds nothing takes no lock, writes nothing and needs no
-      -- transaction id.
-      pos := pgque._position(sub.sub_id, leaf);
-      open := pgque._open_batch_of(sub, pos, p_worker, leaf);
-      if open is null then
-        v_ahead := pgque._next_from(pos);
-        if v_ahead.pos_next_tick is null and (v_found.last_tick <= v_ahead.pos_tick) is not true then
-          v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span, v_found.reader);
-        end if;
-        if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
-          and not exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now)
-        then
-          sub := null;
-          return;
-        end if;
-      end if;
+    -- The consumer may become a pool after this call began.
+    if pgque._lock_subscriber(sub.sub_id) <> sub.sub_role then
+      sub := null;
     end if;
-    exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;
-    -- The consumer became a pool after this call began, or was one before.
-    p_ack := null;
   end loop;
   v_now := pgque.clock();
-  -- For each message in the opened window, its key or ttl has been noted.
+  span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
+  leaf := pgque._journal_leaf();
+  pos := pgque._position(sub.sub_id, leaf);
+  open := pgque._open_batch_of(sub, pos, p_worker, leaf);
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
-    exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
-    exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
       where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
-        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone,   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
-    pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
-  into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
+  into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
-  queue.queue_keyed := queue.queue_keyed or v_found.keyed;   -- as _keyed() and _expiring() have it
-  queue.queue_expiring := queue.queue_expiring or v_found.expiring;
   due := v_found.due;
-  if v_found.newer or pgque._is_newer(pos, leaf) then
-    leaf := pgque._journal_leaf();
-    pos := pgque._position(sub.sub_id, leaf);
-    if v_acked = 1 then
-      pos.pos_open := pg_catalog.array_remove(pos.pos_open, p_ack);
-    end if;
-    open := pgque._open_batch_of(sub, pos, p_worker, leaf);
-    v_ahead := pgque._next_from(pos);
-  end if;
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
   end if;
@@ -6898,7 +7118,7 @@ begin
   if open is not null then
     return;
   end if;
-  pos := v_ahead;
+  pos := pgque._next_from(pos);
   changed := (v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune) is true;
   if changed then
     pos := pgque._reap(sub, pos, v_now);
@@ -6911,6 +7131,30 @@ begin
 end
 $$;
 
+-- Returns whether a consumer has nothing to receive, by what this call's snapshot shows.
+create or replace function pgque._is_idle(p_sub pgque.subscriber, p_max bigint, p_worker text) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_pos  pgque.position := pgque._position(p_sub.sub_id);
+  v_now  timestamptz := pgque.clock();
+begin
+  if pgque._open_batch_of(p_sub, v_pos, p_worker, pgque._journal_leaf()) is not null then
+    return false;
+  end if;
+  v_pos := pgque._next_from(v_pos);
+  if v_pos.pos_next_tick is not null or v_now >= v_pos.pos_lapse
+    or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+  then
+    return false;
+  end if;
+  -- The sequence has the newest tick (see _store_tick).  So most polls read no table of ticks.
+  return exists (
+      select from pgque.queue q
+      where q.queue_id = p_sub.sub_queue and q.queue_reader = pgque.version() and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
+    or (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
+end
+$$;
+
 -- Returns since when a throughput limit was not used: at most for a second, and without
 -- a time in the future, which was recorded before the clock was set back.
 create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
@@ -6918,17 +7162,13 @@ language sql immutable as $$
   select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
 $$;
 
--- Returns a queue after a window was opened.  Only then it is known whether a message
--- of the window may have a key or a ttl.
-create or replace function pgque._with_options(p_queue_id int) returns pgque.queue
-language plpgsql as $$
-declare
-  v_queue  pgque.queue;
+-- Returns whether a message of a window that is open may have a key or a ttl: then its
+-- transaction, or an earlier one, has noted that.
+create or replace function pgque._has_keys_or_ttl(p_queue_id int) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
-  v_queue.queue_keyed := pgque._keyed(v_queue);
-  v_queue.queue_expiring := pgque._expiring(v_queue);
-  return v_queue;
+  return exists (select from pgque.queue q where q.queue_id = p_queue_id and (q.queue_keyed or q.queue_expiring))
+    or exists (select from pgque.queue_option o where o.opt_queue = p_queue_id and o.opt_name in ('key', 'ttl'));
 end
 $$;
 
@@ -7086,19 +7326,7 @@ begin
       update pgque.subscriber s set sub_offsets = false where s.sub_id = p_sub.sub_id;
     end if;
   end if;
-  if pgque._old_snapshot() then
-    perform pgque._append_position(p_pos, p_leaf);
-    return;
-  end if;
-  -- As _append_position() does, under the lock.
-  p_pos.pos_seq := p_pos.pos_seq + 1;
-  p_pos.pos_time := pgque.clock();
-  p_pos.leaf := p_leaf;
-  if p_leaf = 0 then
-    insert into pgque.position_0 select p_pos.*;
-  else
-    insert into pgque.position_1 select p_pos.*;
-  end if;
+  perform pgque._append_position(p_pos, p_leaf);
 end
 $$;
 
@@ -8028,7 +8256,7 @@ create or replace function pgque._open_batch(
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_turn   record := pgque._turn($1, $2, 1, $3, null, null, caller);
+  v_turn   record := pgque._turn($1, $2, 1, $3, null, caller, null);
   v_sub    pgque.subscriber := v_turn.sub;
   v_queue  pgque.queue := v_turn.queue;
   v_pos    pgque.position := v_turn.pos;
@@ -8054,8 +8282,7 @@ begin
     -- The number of messages is not known yet.
     v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
     v_count := v_pos.pos_done_count;
-    v_queue := pgque._with_options(v_queue.queue_id);
-    if v_queue.queue_keyed or v_queue.queue_expiring then
+    if pgque._has_keys_or_ttl(v_queue.queue_id) then
       perform pgque._sift(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
     end if;
   end if;
@@ -8109,14 +8336,9 @@ declare
   v_prev   pgque.tick;
   v_tick   pgque.tick;
 begin
-  if p_min_lag is null and not v_sized and p_queue.queue_reader = pgque.version()
-    and pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) <= p_pos.pos_next_tick
-  then
-    return p_pos;   -- the window that _turn() found ends at the last tick
-  end if;
   p_pos := pgque._with_window(p_pos, null);
   if p_min_lag is null and not v_sized then
-    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count, p_queue.queue_reader);
+    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count);
   end if;
   v_prev := pgque._tick(p_queue.queue_id, p_pos.pos_tick);
   for v_tick in
@@ -8413,33 +8635,49 @@ $$;
 -- outcomes: what becomes of the messages of a batch
 -- ---------------------------------------------------------------------------
 
--- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.
+-- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.  Its
+-- lock is taken by a statement before all that reads its state (see _lock_batch).
 create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   v_found  record;
+  v_sub    pgque.subscriber;
   v_count  bigint;
 begin
-  select s as sub, q.queue_archive_on_ack as archives into v_found
-  from pgque.subscriber s
-  join pgque.queue q on q.queue_id = s.sub_queue
-  where (s.sub_id & 1048575) = (p_batch & 1048575)::int
-    and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
+  with batch as materialized (
+    select s.sub_id, s.sub_queue, s.sub_role, q.queue_archive_on_ack as archives, j.journal_cur as leaf
+    from pgque.subscriber s
+    join pgque.queue q on q.queue_id = s.sub_queue
+    join pgque.journal j on j.journal_id = 1
+    where (s.sub_id & 1048575) = (p_batch & 1048575)::int
+      and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue))
+  ),
+  held as (
+    select s.sub_id from pgque.subscriber s where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') for no key update
+  )
+  select b.*, (b.sub_role = 'pool' or h.sub_id is not null) and not b.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
+      and coalesce(current_setting('pgque.ordinary', true), '') <> 'off' as ordinary,
+    case when b.sub_role = 'pool' then pg_advisory_xact_lock_shared(hashtext('pgque.batches'), b.sub_queue) end,
+    case when b.sub_role = 'pool' then pg_advisory_xact_lock(p_batch) end
+  into v_found
+  from batch b
+  left join held h on true;
   if not found then
     return 0;
-  elsif (v_found.sub).sub_main is not null then
-    v_found.sub := pgque._batch_owner(p_batch);
+  elsif v_found.ordinary and (case v_found.leaf when 0 then pgque._done_0(p_batch, v_found.sub_id) else pgque._done_1(p_batch, v_found.sub_id) end) then
+    return 1;
   end if;
+  v_sub := pgque._batch_owner(p_batch);
   if v_found.archives then
-    if not pgque._lock_batch(v_found.sub, p_batch) or not pgque._is_open(v_found.sub, p_batch) or not pgque._still_whole((v_found.sub).sub_id, p_batch) then
+    if not pgque._lock_batch(v_sub, p_batch) or not pgque._is_open(v_sub, p_batch) or not pgque._still_whole(v_sub.sub_id, p_batch) then
       return 0;
     end if;
     select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
-    if (v_found.sub).sub_role = 'pool' then
+    if v_sub.sub_role = 'pool' then
       return (v_count > 0)::int;
     end if;
   end if;
-  return pgque._close(v_found.sub, p_batch);
+  return pgque._close(v_sub, p_batch);
 end
 $$;
 
@@ -11031,6 +11269,15 @@ language sql volatile as $$
   from (values ('position'), ('settled'), ('tally')) t (kind)
 $$;
 
+-- Makes the other leaf of the journal the current one, and notes it for polls.
+create or replace function pgque._turn_journal(p_cur int) returns void
+language plpgsql as $$
+begin
+  update pgque.journal j set journal_cur = 1 - p_cur, journal_flipped_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
+  perform pg_catalog.setval('pgque.journal_leaf', 1 - p_cur);
+end
+$$;
+
 -- Compacts the journal of positions once the current leaf has more than 4 MB, at most
 -- once a minute.  One call makes the other leaf the current one.  After its commit, a
 -- later call copies, under each subscriber's lock, the rows of subscribers that did not
@@ -11050,6 +11297,9 @@ begin
   if not found then
     return 0;
   end if;
+  if coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0) <> v_cur then
+    perform setval('pgque.journal_leaf', v_cur);   -- a turn of the journal was rolled back, or came from a dump
+  end if;
   v_waits := random() < 0.1 and pgque._journal_size(1 - v_cur) > 67108864;
   if pgque._journal_size(1 - v_cur) = 0 then
     -- A restore sees by positions without consumers that the consumers are missing.  So
@@ -11064,7 +11314,7 @@ begin
     if not found or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
-    update pgque.journal j set journal_cur = 1 - v_cur, journal_flipped_at = clock_timestamp() where j.journal_id = 1;
+    perform pgque._turn_journal(v_cur);
     return 1;
   end if;
   for v_sub in select s.* from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur) for no key update skip locked loop
@@ -11931,7 +12181,7 @@ begin
   end if;
   -- A failure in one part must not stop the others.  _drop_leaves is last: all others
   -- use the tables that it locks.
-  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_note_complete_later', '_make_readers', '_copy_options', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;
@@ -14897,6 +15147,31 @@ language sql as $$ select pgque._overtaken() $$;
 create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
 language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
 
+-- For a receive() or an ack() that was waiting.  The default of p_reader would make calls
+-- of today's function ambiguous.
+drop function if exists pgque._open_window(pgque.position, int, bigint, text);
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text) returns pgque.position
+language sql as $$ select pgque._open_window($1, $2, $3) $$;
+
+create or replace function pgque._turn(
+  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_ack bigint, p_caller name,
+  out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
+  out room bigint, out span bigint, out until timestamptz, out changed boolean
+)
+language sql as $$
+  select pgque._ack(pgque._batch_for(p_caller, p_ack));
+  select * from pgque._turn(p_queue, p_consumer, p_max, p_worker, p_timeout, p_caller, null);
+$$;
+
+create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
+language sql as $$ select true $$;
+
+create or replace function pgque._with_options(p_queue_id int) returns pgque.queue
+language sql as $$ select null::pgque.queue from pgque._overtaken() $$;
+
+create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
+language sql as $$ select pgque._close(s, p_batch) = 1 from pgque.subscriber s where s.sub_id = p_sub $$;
+
 -- For an ack() that creates a table of the archive, and for a create_queue(), which would
 -- not set the rights on all that it creates.
 create or replace function pgque._keep_from_public(p_relation text) returns void
@@ -15169,7 +15444,7 @@ begin
     where p.pronamespace = 'pgque'::regnamespace
       and age(p.xmin) > (select age(v.xmin) from pg_proc v where v.oid = 'pgque.version()'::regprocedure)
       and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
-      and p.proname !~ '^_(ticks|events)_[0-9]+$'
+      and p.proname !~ '^_(ticks|events|ordinary)_[0-9]+(_[01])?$'
   loop
     begin
       execute format('drop %s %s', v_func.kind, v_func.sig);

@@ -26,7 +26,8 @@
 --   position      where consumers stand
 --   lease         which batches are open, and which outcomes they have
 --   subscribe     consumers of a queue
---   receive       deliver a batch
+--   ordinary      the usual delivery in one statement
+--   receive       deliver a batch, the general way
 --   choose        which messages are in it
 --   keys          a pending message is replaced
 --   subconsumers  PgQ's cooperative consumers

@@ -103,8 +103,8 @@ comment on column pgque.config.delete_expired_every is
 -- confirm_restore() was called.
 --   * queue_own: the settings that are the queue's own; the others follow
 --     config.defaults
---   * queue_keyed, queue_expiring: whether a message ever had a key, a ttl: call
---     _keyed(), _expiring()
+--   * queue_keyed, queue_expiring: whether a message ever had a key, a ttl.  They lag
+--     behind the notes in queue_option: call _keyed(), _expiring()
 --   * queue_health_...: when health() warns and when it fails; 0 is never
 --   * queue_reader: the version of its reader functions
 --   * queue_incarnation: since the last repair after a restore; see _incarnation()
@@ -383,6 +383,9 @@ create table if not exists pgque.journal (
   journal_emptied_at  timestamptz not null default '-infinity'
 );
 comment on table pgque.journal is 'The current leaf of the positions. Internal.';
+-- The same leaf as a register that a call reads without a statement.  It is a hint:
+-- _compact_journal() sets it, and whoever uses it compares it with the table.
+create sequence if not exists pgque.journal_leaf as int minvalue 0 maxvalue 1;
 
 create table if not exists pgque.position (
   pos_sub        int not null,

@@ -431,6 +431,33 @@ language sql volatile as $$
   where q.queue_id = p_queue_id and q.queue_message_ttl > '0' and not q.queue_expiring
 $$;
 
+-- Copies the notes that messages of a queue have keys or expire to the queue's row, where
+-- a poll reads them without a look-up (see "ordinary").
+create or replace function pgque._copy_options() returns int
+language plpgsql as $$
+declare
+  v_queue  record;
+  v_count  int := 0;
+begin
+  for v_queue in
+    select q.queue_id, n.keyed, n.expiring
+    from (
+      select o.opt_queue, pg_catalog.bool_or(o.opt_name = 'key') as keyed, pg_catalog.bool_or(o.opt_name = 'ttl') as expiring
+      from pgque.queue_option o
+      group by 1
+    ) n
+    join pgque.queue q on q.queue_id = n.opt_queue
+    where n.keyed and not q.queue_keyed or n.expiring and not q.queue_expiring
+    for no key update of q skip locked
+  loop
+    update pgque.queue q set queue_keyed = q.queue_keyed or v_queue.keyed, queue_expiring = q.queue_expiring or v_queue.expiring, queue_xid = pgque._queue_xid(q)
+    where q.queue_id = v_queue.queue_id;
+    v_count := v_count + 1;
+  end loop;
+  return v_count;
+end
+$$;
+
 -- Notes for good that the archive of a queue's consumers lacks messages.
 create or replace function pgque._note_unarchived(p_queue_id int) returns void
 language sql volatile as $$
@@ -736,9 +763,7 @@ begin
         execute 'drop table ' || v_leaves;
       end if;
       execute pg_catalog.format('drop sequence if exists pgque.event_%s_seq, pgque.tick_%1$s_seq', v_id);
-      select 'drop function ' || pg_catalog.string_agg(p.oid::regprocedure::text, ', ') into v_leaves
-      from pg_catalog.pg_proc p
-      where p.pronamespace = 'pgque'::regnamespace and p.proname in ('_ticks_' || v_id, '_events_' || v_id);
+      select 'drop function ' || pg_catalog.string_agg(r.func::text, ', ') into v_leaves from pgque._readers_of(v_id) r (func);
       if v_leaves is not null then
         execute v_leaves;
       end if;

@@ -22,7 +22,7 @@ $$;
 -- other one only if the current one has no row.  So the other leaf can be emptied while
 -- consumers work.  A caller that will append holds the subscriber's row lock.
 create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
-language plpgsql set enable_seqscan = off set jit = off as $$
+language plpgsql as $$
 declare
   v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position;
@@ -30,11 +30,7 @@ begin
   -- Compaction may move the row from the second leaf to the first between the two
   -- reads.  Another read then finds it.
   for v_try in 1..10 loop
-    if v_leaf = 0 then
-      select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    else
-      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    end if;
+    v_position := pgque._position_in(p_sub, v_leaf);
     if v_position.pos_sub is null then
       v_position := pgque._position_in(p_sub, 1 - v_leaf);
     end if;
@@ -46,17 +42,6 @@ begin
   -- A snapshot that is older than a compaction sees the row in neither leaf.
   perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
     'Retry the transaction.');
-end
-$$;
-
--- Returns whether a leaf has a newer row than a position.
-create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  if p_leaf = 0 then
-    return exists (select from pgque.position_0 p where p.pos_sub = p_position.pos_sub and p.pos_seq > p_position.pos_seq);
-  end if;
-  return exists (select from pgque.position_1 p where p.pos_sub = p_position.pos_sub and p.pos_seq > p_position.pos_seq);
 end
 $$;
 
@@ -191,27 +176,20 @@ $$;
 -- Opens the window that follows a position, up to the furthest of the next 100 ticks
 -- before which no more than p_max events were numbered, and by at least one tick.  So a
 -- consumer that lags by many small ticks gets full batches.  There is no window if
--- there is no further tick.  p_reader is the queue's queue_reader, if that is known.
-create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text default null) returns pgque.position
+-- there is no further tick.
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_reader  text := p_reader;
+  v_reader  text;
   v_tick    pgque.tick;
 begin
-  if v_reader is null then
-    select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
-    if not found then
-      raise undefined_table;
-    end if;
+  select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
+  if not found then
+    raise undefined_table;
   end if;
   if v_reader = pgque.version() then
     execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
-    if v_tick.tick_id is not null then
-      p_position.pos_next_tick := v_tick.tick_id;   -- as _with_window() does
-      p_position.pos_next_snapshot := v_tick.tick_snapshot;
-      p_position.pos_next_event_seq := v_tick.tick_event_seq;
-    end if;
-    return p_position;
+    return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
   end if;
   for v_tick in execute pg_catalog.format(
     'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)

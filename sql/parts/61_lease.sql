@@ -296,70 +296,33 @@ end
 $$;
 
 -- Acknowledges a whole batch.  Messages in the retry queue under its id are done as
--- well: they were not delivered again.
+-- well: they were not delivered again.  Returns 0 if the batch was closed before, never
+-- existed, or is not whole.
 create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_lease   pgque.position;
-  v_count   int := 0;
-  v_done    int := 0;
+  v_lease  pgque.position;
+  v_count  int := 0;
+  v_done   int := 0;
 begin
   if not pgque._lock_batch(p_sub, p_batch) then
     return 0;
-  elsif p_sub.sub_role <> 'pool' then
-    -- No other worker can have a part of it.
-    if pgque._note_finished(p_sub.sub_id, p_batch) then
-      delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
-      return 1;
-    end if;
-    return 0;
-  elsif not pgque._old_snapshot() then
-    -- The usual case in one statement.
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
-    select p_batch, 0, p_sub.sub_id, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
-    from pgque.position p
-    where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub.sub_id and p.pos_fresh > 0 and p.pos_shelf = 0
-      and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
-    limit 1
-    on conflict do nothing;
-    if found then
-      return 1;
-    end if;
-  end if;
-  if not pgque._still_whole(p_sub.sub_id, p_batch) then
-    return 0;
   end if;
   v_lease := pgque._lease(p_sub.sub_id, p_batch);
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+  if p_sub.sub_role <> 'pool' then
+    -- No other worker can have a part of it.
+    if v_lease.pos_sub is null or pgque._not_closed(array[p_batch]) = '{}' or pgque._note(p_batch, p_sub.sub_id, array[0]) is null then
+      return 0;
+    end if;
+    v_done := 1;
+  elsif not pgque._still_whole(p_sub.sub_id, p_batch) then
+    return 0;
+  elsif v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
     v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub.sub_id, array[0])), 0);
   end if;
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
   return (v_count + v_done > 0)::int;
-end
-$$;
-
--- Notes that the batch of a consumer on its own, or of a subconsumer, is finished.
--- Returns false if it was finished before, or never existed.  In the usual case the
--- leaf that is to be emptied is not used: an expression that names it would lock it.
-create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_leaf  int := pgque._journal_leaf();
-begin
-  if pgque._old_snapshot() then
-    null;
-  elsif v_leaf = 0 then
-    if exists (select from pgque.position_0 p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub) then
-      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
-      return found;
-    end if;
-  elsif exists (select from pgque.position_1 p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub) then
-    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
-    return found;
-  end if;
-  return (pgque._lease(p_sub, p_batch)).pos_sub is not null and pgque._not_closed(array[p_batch]) <> '{}'
-    and pgque._note(p_batch, p_sub, array[0], null, v_leaf) is not null;
 end
 $$;
 

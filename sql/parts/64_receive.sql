@@ -24,12 +24,39 @@ declare
   v_bytes   bigint := 0;
   v_passed  bigint := 0;   -- messages that may not be delivered now
   v_tried   boolean := false;
+  v_leaf    int;
+  v_poll    record;
+  v_known   int;   -- the consumer, if a poll has found it
 begin
   if $7 < 1 then
     perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
       'Pass the number of bytes that fit into your memory, such as 64000000, or null.');
   end if;
-  v_turn := pgque._turn($1, $2, $3, $4, $5, $6, caller);
+  if $6 is not null then
+    perform pgque._ack(pgque._batch_for(caller, $6));
+  end if;
+  if $3 >= 1 and ($4 is null or octet_length($4) between 1 and 1000) and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
+    and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') and current_setting('transaction_read_only') = 'off'
+    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
+  then
+    v_leaf := coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0);
+    if v_leaf = 0 then
+      v_poll := pgque._poll_0($1, $2, $4, caller);
+    else
+      v_poll := pgque._poll_1($1, $2, $4, caller);
+    end if;
+    if v_poll.idle then
+      return;
+    elsif v_poll.locked and $3 <= 1000 then
+      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || v_leaf || '($1, $2, $3, $4, $5, $6, $7)'
+      using v_poll.sub, $3::bigint, $7, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1;
+      if found then
+        return;
+      end if;
+    end if;
+    v_known := v_poll.sub;
+  end if;
+  v_turn := pgque._turn($1, $2, $3, $4, $5, caller, v_known);
   v_sub := v_turn.sub;
   if v_sub.sub_id is null then
     return;
@@ -68,10 +95,9 @@ begin
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
-      v_queue := pgque._with_options(v_queue.queue_id);
     end if;
     v_pos.pos_last_id := null;
-    if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
+    if v_sub.sub_keyed or pgque._has_keys_or_ttl(v_queue.queue_id) then
       v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
       v_pos := v_sifted.pos;
       v_passed := v_passed + v_pos.pos_done_count;
@@ -140,8 +166,8 @@ language sql stable as $$
   select coalesce(pg_catalog.octet_length(p_data), 0)::bigint + coalesce(pg_catalog.octet_length(p_bytes), 0) + coalesce(pg_catalog.pg_column_size(p_headers), 0)
 $$;
 
--- Begins a delivery: closes the batch that is acknowledged, returns if there is nothing
--- to do (sub is null then), and locks the consumer.
+-- Begins a delivery: returns if there is nothing to do (sub is null then), and locks the
+-- consumer.
 --   * pos: where the delivery begins, with its next window if that is known
 --   * open: an open batch, which is redelivered
 --   * due: whether messages may be due in the retry queue
@@ -150,92 +176,54 @@ $$;
 --   * until: when the lease ends
 --   * changed: whether pos must be stored in any case
 --
--- Every expression and statement here is prepared again in each transaction.  So one
--- statement does what two could do.
+-- p_sub: the consumer, if a poll has found it and that there may be something to do.
 create or replace function pgque._turn(
-  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_ack bigint, p_caller name,
+  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name, p_sub int,
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
   out room bigint, out span bigint, out until timestamptz, out changed boolean
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_now    timestamptz := pgque.clock();
+  v_now    timestamptz;
   v_found  record;
-  v_ahead  pgque.position;
-  v_acked  int;
 begin
-  loop   -- as _find() does
-    select s as sub, j.journal_cur as leaf, q.queue_archive_on_ack as archives,
-      q.queue_reader as reader, case when q.queue_reader = pgque.version() then pg_catalog.pg_sequence_last_value(q.queue_tick_seq) end as last_tick
-    into v_found from pgque.queue q
-    cross join lateral pgque._named(q.queue_id, p_consumer) s
-    cross join pgque.journal j
-    where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
-      and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
-    if not found then
-      perform pgque._need_max_return(p_max, p_queue);
-      select f.sub, f.leaf, f.archives, null::text as reader, null::bigint as last_tick into v_found from pgque._find(p_queue, p_consumer, p_caller) f;
-    end if;
-    sub := v_found.sub;
-    leaf := v_found.leaf;
-    if (p_max >= 1 and (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000)) is not true
+  if p_sub is not null then
+    select s.* into sub from pgque.subscriber s
+    where s.sub_id = p_sub and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
+    for no key update;
+  end if;
+  while sub.sub_id is null loop
+    perform pgque._need_max_return(p_max, p_queue);
+    sub := (pgque._find(p_queue, p_consumer, p_caller)).sub;
+    if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
       sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
-      leaf := pgque._journal_leaf();
     end if;
-    if (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
-      v_acked := pgque._close(sub, p_ack);
-    elsif p_ack is not null then
-      perform pgque._ack(pgque._batch_for(p_caller, p_ack));
+    -- A poll that finds nothing takes no lock, writes nothing and needs no
+    -- transaction id.
+    if pgque._is_idle(sub, p_max, p_worker) then
+      sub := null;
+      return;
     end if;
-    span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
-    if p_ack is null then
-      -- A poll that finds nothing takes no lock, writes nothing and needs no
-      -- transaction id.
-      pos := pgque._position(sub.sub_id, leaf);
-      open := pgque._open_batch_of(sub, pos, p_worker, leaf);
-      if open is null then
-        v_ahead := pgque._next_from(pos);
-        if v_ahead.pos_next_tick is null and (v_found.last_tick <= v_ahead.pos_tick) is not true then
-          v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span, v_found.reader);
-        end if;
-        if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
-          and not exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now)
-        then
-          sub := null;
-          return;
-        end if;
-      end if;
+    -- The consumer may become a pool after this call began.
+    if pgque._lock_subscriber(sub.sub_id) <> sub.sub_role then
+      sub := null;
     end if;
-    exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;
-    -- The consumer became a pool after this call began, or was one before.
-    p_ack := null;
   end loop;
   v_now := pgque.clock();
-  -- For each message in the opened window, its key or ttl has been noted.
+  span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
+  leaf := pgque._journal_leaf();
+  pos := pgque._position(sub.sub_id, leaf);
+  open := pgque._open_batch_of(sub, pos, p_worker, leaf);
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
-    exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
-    exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
       where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
-        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone,   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
-    pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
-  into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
+  into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
-  queue.queue_keyed := queue.queue_keyed or v_found.keyed;   -- as _keyed() and _expiring() have it
-  queue.queue_expiring := queue.queue_expiring or v_found.expiring;
   due := v_found.due;
-  if v_found.newer or pgque._is_newer(pos, leaf) then
-    leaf := pgque._journal_leaf();
-    pos := pgque._position(sub.sub_id, leaf);
-    if v_acked = 1 then
-      pos.pos_open := pg_catalog.array_remove(pos.pos_open, p_ack);
-    end if;
-    open := pgque._open_batch_of(sub, pos, p_worker, leaf);
-    v_ahead := pgque._next_from(pos);
-  end if;
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
   end if;
@@ -244,7 +232,7 @@ begin
   if open is not null then
     return;
   end if;
-  pos := v_ahead;
+  pos := pgque._next_from(pos);
   changed := (v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune) is true;
   if changed then
     pos := pgque._reap(sub, pos, v_now);
@@ -257,6 +245,30 @@ begin
 end
 $$;
 
+-- Returns whether a consumer has nothing to receive, by what this call's snapshot shows.
+create or replace function pgque._is_idle(p_sub pgque.subscriber, p_max bigint, p_worker text) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_pos  pgque.position := pgque._position(p_sub.sub_id);
+  v_now  timestamptz := pgque.clock();
+begin
+  if pgque._open_batch_of(p_sub, v_pos, p_worker, pgque._journal_leaf()) is not null then
+    return false;
+  end if;
+  v_pos := pgque._next_from(v_pos);
+  if v_pos.pos_next_tick is not null or v_now >= v_pos.pos_lapse
+    or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+  then
+    return false;
+  end if;
+  -- The sequence has the newest tick (see _store_tick).  So most polls read no table of ticks.
+  return exists (
+      select from pgque.queue q
+      where q.queue_id = p_sub.sub_queue and q.queue_reader = pgque.version() and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
+    or (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
+end
+$$;
+
 -- Returns since when a throughput limit was not used: at most for a second, and without
 -- a time in the future, which was recorded before the clock was set back.
 create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
@@ -264,17 +276,13 @@ language sql immutable as $$
   select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
 $$;
 
--- Returns a queue after a window was opened.  Only then it is known whether a message
--- of the window may have a key or a ttl.
-create or replace function pgque._with_options(p_queue_id int) returns pgque.queue
-language plpgsql as $$
-declare
-  v_queue  pgque.queue;
+-- Returns whether a message of a window that is open may have a key or a ttl: then its
+-- transaction, or an earlier one, has noted that.
+create or replace function pgque._has_keys_or_ttl(p_queue_id int) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
-  v_queue.queue_keyed := pgque._keyed(v_queue);
-  v_queue.queue_expiring := pgque._expiring(v_queue);
-  return v_queue;
+  return exists (select from pgque.queue q where q.queue_id = p_queue_id and (q.queue_keyed or q.queue_expiring))
+    or exists (select from pgque.queue_option o where o.opt_queue = p_queue_id and o.opt_name in ('key', 'ttl'));
 end
 $$;
 
@@ -432,19 +440,7 @@ begin
       update pgque.subscriber s set sub_offsets = false where s.sub_id = p_sub.sub_id;
     end if;
   end if;
-  if pgque._old_snapshot() then
-    perform pgque._append_position(p_pos, p_leaf);
-    return;
-  end if;
-  -- As _append_position() does, under the lock.
-  p_pos.pos_seq := p_pos.pos_seq + 1;
-  p_pos.pos_time := pgque.clock();
-  p_pos.leaf := p_leaf;
-  if p_leaf = 0 then
-    insert into pgque.position_0 select p_pos.*;
-  else
-    insert into pgque.position_1 select p_pos.*;
-  end if;
+  perform pgque._append_position(p_pos, p_leaf);
 end
 $$;
 

@@ -13,7 +13,7 @@ create or replace function pgque._open_batch(
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_turn   record := pgque._turn($1, $2, 1, $3, null, null, caller);
+  v_turn   record := pgque._turn($1, $2, 1, $3, null, caller, null);
   v_sub    pgque.subscriber := v_turn.sub;
   v_queue  pgque.queue := v_turn.queue;
   v_pos    pgque.position := v_turn.pos;
@@ -39,8 +39,7 @@ begin
     -- The number of messages is not known yet.
     v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
     v_count := v_pos.pos_done_count;
-    v_queue := pgque._with_options(v_queue.queue_id);
-    if v_queue.queue_keyed or v_queue.queue_expiring then
+    if pgque._has_keys_or_ttl(v_queue.queue_id) then
       perform pgque._sift(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
     end if;
   end if;
@@ -94,14 +93,9 @@ declare
   v_prev   pgque.tick;
   v_tick   pgque.tick;
 begin
-  if p_min_lag is null and not v_sized and p_queue.queue_reader = pgque.version()
-    and pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) <= p_pos.pos_next_tick
-  then
-    return p_pos;   -- the window that _turn() found ends at the last tick
-  end if;
   p_pos := pgque._with_window(p_pos, null);
   if p_min_lag is null and not v_sized then
-    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count, p_queue.queue_reader);
+    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count);
   end if;
   v_prev := pgque._tick(p_queue.queue_id, p_pos.pos_tick);
   for v_tick in

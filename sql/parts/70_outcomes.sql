@@ -2,33 +2,49 @@
 -- outcomes: what becomes of the messages of a batch
 -- ---------------------------------------------------------------------------
 
--- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.
+-- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.  Its
+-- lock is taken by a statement before all that reads its state (see _lock_batch).
 create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   v_found  record;
+  v_sub    pgque.subscriber;
   v_count  bigint;
 begin
-  select s as sub, q.queue_archive_on_ack as archives into v_found
-  from pgque.subscriber s
-  join pgque.queue q on q.queue_id = s.sub_queue
-  where (s.sub_id & 1048575) = (p_batch & 1048575)::int
-    and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
+  with batch as materialized (
+    select s.sub_id, s.sub_queue, s.sub_role, q.queue_archive_on_ack as archives, j.journal_cur as leaf
+    from pgque.subscriber s
+    join pgque.queue q on q.queue_id = s.sub_queue
+    join pgque.journal j on j.journal_id = 1
+    where (s.sub_id & 1048575) = (p_batch & 1048575)::int
+      and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue))
+  ),
+  held as (
+    select s.sub_id from pgque.subscriber s where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') for no key update
+  )
+  select b.*, (b.sub_role = 'pool' or h.sub_id is not null) and not b.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
+      and coalesce(current_setting('pgque.ordinary', true), '') <> 'off' as ordinary,
+    case when b.sub_role = 'pool' then pg_advisory_xact_lock_shared(hashtext('pgque.batches'), b.sub_queue) end,
+    case when b.sub_role = 'pool' then pg_advisory_xact_lock(p_batch) end
+  into v_found
+  from batch b
+  left join held h on true;
   if not found then
     return 0;
-  elsif (v_found.sub).sub_main is not null then
-    v_found.sub := pgque._batch_owner(p_batch);
+  elsif v_found.ordinary and (case v_found.leaf when 0 then pgque._done_0(p_batch, v_found.sub_id) else pgque._done_1(p_batch, v_found.sub_id) end) then
+    return 1;
   end if;
+  v_sub := pgque._batch_owner(p_batch);
   if v_found.archives then
-    if not pgque._lock_batch(v_found.sub, p_batch) or not pgque._is_open(v_found.sub, p_batch) or not pgque._still_whole((v_found.sub).sub_id, p_batch) then
+    if not pgque._lock_batch(v_sub, p_batch) or not pgque._is_open(v_sub, p_batch) or not pgque._still_whole(v_sub.sub_id, p_batch) then
       return 0;
     end if;
     select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
-    if (v_found.sub).sub_role = 'pool' then
+    if v_sub.sub_role = 'pool' then
       return (v_count > 0)::int;
     end if;
   end if;
-  return pgque._close(v_found.sub, p_batch);
+  return pgque._close(v_sub, p_batch);
 end
 $$;
 

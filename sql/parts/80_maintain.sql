@@ -159,6 +159,15 @@ language sql volatile as $$
   from (values ('position'), ('settled'), ('tally')) t (kind)
 $$;
 
+-- Makes the other leaf of the journal the current one, and notes it for polls.
+create or replace function pgque._turn_journal(p_cur int) returns void
+language plpgsql as $$
+begin
+  update pgque.journal j set journal_cur = 1 - p_cur, journal_flipped_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
+  perform pg_catalog.setval('pgque.journal_leaf', 1 - p_cur);
+end
+$$;
+
 -- Compacts the journal of positions once the current leaf has more than 4 MB, at most
 -- once a minute.  One call makes the other leaf the current one.  After its commit, a
 -- later call copies, under each subscriber's lock, the rows of subscribers that did not
@@ -178,6 +187,9 @@ begin
   if not found then
     return 0;
   end if;
+  if coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0) <> v_cur then
+    perform setval('pgque.journal_leaf', v_cur);   -- a turn of the journal was rolled back, or came from a dump
+  end if;
   v_waits := random() < 0.1 and pgque._journal_size(1 - v_cur) > 67108864;
   if pgque._journal_size(1 - v_cur) = 0 then
     -- A restore sees by positions without consumers that the consumers are missing.  So
@@ -192,7 +204,7 @@ begin
     if not found or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
-    update pgque.journal j set journal_cur = 1 - v_cur, journal_flipped_at = clock_timestamp() where j.journal_id = 1;
+    perform pgque._turn_journal(v_cur);
     return 1;
   end if;
   for v_sub in select s.* from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur) for no key update skip locked loop
@@ -1059,7 +1071,7 @@ begin
   end if;
   -- A failure in one part must not stop the others.  _drop_leaves is last: all others
   -- use the tables that it locks.
-  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_note_complete_later', '_make_readers', '_copy_options', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;

@@ -82,6 +82,31 @@ language sql as $$ select pgque._overtaken() $$;
 create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
 language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
 
+-- For a receive() or an ack() that was waiting.  The default of p_reader would make calls
+-- of today's function ambiguous.
+drop function if exists pgque._open_window(pgque.position, int, bigint, text);
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text) returns pgque.position
+language sql as $$ select pgque._open_window($1, $2, $3) $$;
+
+create or replace function pgque._turn(
+  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_ack bigint, p_caller name,
+  out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
+  out room bigint, out span bigint, out until timestamptz, out changed boolean
+)
+language sql as $$
+  select pgque._ack(pgque._batch_for(p_caller, p_ack));
+  select * from pgque._turn(p_queue, p_consumer, p_max, p_worker, p_timeout, p_caller, null);
+$$;
+
+create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
+language sql as $$ select true $$;
+
+create or replace function pgque._with_options(p_queue_id int) returns pgque.queue
+language sql as $$ select null::pgque.queue from pgque._overtaken() $$;
+
+create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
+language sql as $$ select pgque._close(s, p_batch) = 1 from pgque.subscriber s where s.sub_id = p_sub $$;
+
 -- For an ack() that creates a table of the archive, and for a create_queue(), which would
 -- not set the rights on all that it creates.
 create or replace function pgque._keep_from_public(p_relation text) returns void

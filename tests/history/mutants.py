@@ -15,6 +15,7 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
                 "if false then\n    v_xids := v_xids + (",
             ),
             ("if pg_catalog.cardinality(v_late) > 0 then", "if false then"),
+            ("where pg_catalog.pg_visible_in_snapshot(x.xid, w.next_snapshot)", "where false"),
         ],
     ),
     "a window begins at xmin": (
@@ -28,6 +29,10 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
                 "v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);",
                 "v_lo    xid8 := pg_catalog.pg_snapshot_xmin(p_from);",
             ),
+            (
+                "select pg_catalog.pg_snapshot_xmax(w.snapshot), pg",
+                "select pg_catalog.pg_snapshot_xmin(w.snapshot), pg",
+            ),
         ],
     ),
     "ack drops the rest of the window": (
@@ -36,7 +41,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             (
                 "if p_position.pos_last_id is null then\n      return pgque._past_window(p_position);",
                 "if true then\n      return pgque._past_window(p_position);",
-            )
+            ),
+            ("case when count(*) > p_max then", "case when false then"),
         ],
     ),
     "an ack of some closes the lease": (
@@ -76,7 +82,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             (
                 "exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;",
                 "exit when (select s.sub_role from pgque.subscriber s where s.sub_id = sub.sub_id for key share) = sub.sub_role;",
-            )
+            ),
+            ("          for no key update\n        ) h on true;", "        ) h on true;"),
         ],
     ),
     "who takes over leaves the batch id": (

@@ -284,6 +284,8 @@ class Session:
             except psycopg.OperationalError:
                 time.sleep(0.05)
                 raise
+            if self.rng.random() < 0.3:  # both ways to deliver, one beside the other
+                self._conn.execute("set pgque.ordinary = off")
             if h.over.is_set():
                 self._conn.close()
                 raise psycopg.OperationalError("the run is over")

@@ -53,6 +53,10 @@ class Bench:
         # A sequence is outside of transactions, so every session sees the new time at once.
         value(self.conn, "select setval('public.model_clock', %s)", self.now)
 
+    def deliver(self, *, ordinary: bool) -> None:
+        """Choose one of the two ways to deliver; the model answers the same."""
+        self.conn.execute(f"set pgque.ordinary = {'on' if ordinary else 'off'}".encode())
+
     def connect(self, *, autocommit: bool = True) -> Connection:
         """Open another session."""
         session: Connection = psycopg.connect(self.dsn, autocommit=autocommit)
@@ -121,8 +125,7 @@ def turn_journal(conn: Connection) -> bool:
     return bool(
         rows(
             conn,
-            "update pgque.journal set journal_cur = 1 - journal_cur, journal_flipped_at = clock_timestamp()"
-            " where pgque._journal_size(1 - journal_cur) = 0 returning journal_cur",
+            "select pgque._turn_journal(j.journal_cur) from pgque.journal j where pgque._journal_size(1 - j.journal_cur) = 0",
         )
     )
 

@@ -267,8 +267,11 @@ class Consumers(RuleBasedStateMachine):
     def conn(self) -> Connection:
         return self.bench.conn
 
-    @initialize(max_retries=st.sampled_from([0, 1, 2, 5]), subscribed=st.integers(1, 3))
-    def create(self, max_retries: int, subscribed: int) -> None:
+    @initialize(
+        max_retries=st.sampled_from([0, 1, 2, 5]), subscribed=st.integers(1, 3), ordinary=st.booleans()
+    )
+    def create(self, max_retries: int, subscribed: int, ordinary: bool) -> None:
+        self.bench.deliver(ordinary=ordinary)
         value(
             self.conn,
             "select pgque.create_queue(%s, jsonb_build_object('max_retries', %s::int, 'rotation_period', '1 microsecond'))",

@@ -33,7 +33,8 @@ MUTANTS: dict[str, tuple[type[RuleBasedStateMachine], list[tuple[str, str]]]] = 
             (
                 "          if v_count = v_room or v_bytes > $7 and v_count > 0 then\n            v_pos.pos_last_id := v_last;",
                 "          if v_count = v_room or v_bytes > $7 and v_count > 0 then\n            v_pos.pos_last_id := v_row.msg_id;",
-            )
+            ),
+            ("[p_max] end as last_id", "[p_max + 1] end as last_id"),
         ],
     ),
     "rotation looks at no row": (Consumers, SEEN_IN_HISTORIES["rotation looks at no row"][1]),

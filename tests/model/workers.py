@@ -140,10 +140,19 @@ class Workers(RuleBasedStateMachine):
         policy=st.sampled_from(["dead_letter", "dead_letter", "drop"]),
         message_ttl=st.sampled_from([0, 0, 300]),
         compacts=st.booleans(),
+        ordinary=st.booleans(),
     )
     def create(
-        self, attempts: int, max_retries: int, rate: int, policy: str, message_ttl: int, compacts: bool
+        self,
+        attempts: int,
+        max_retries: int,
+        rate: int,
+        policy: str,
+        message_ttl: int,
+        compacts: bool,
+        ordinary: bool,
     ) -> None:
+        self.bench.deliver(ordinary=ordinary)
         self.attempts, self.max_retries, self.rate, self.compacts = attempts, max_retries, rate, compacts
         self.policy, self.message_ttl = policy, message_ttl
         value(
