@@ -75,12 +75,13 @@ begin
   if to_regprocedure('pgque.version()') is not null then
     perform pg_catalog.set_config('pgque.version_before', pgque.version(), v_local);
     v_before := string_to_array(substring(pgque.version() from '^[0-9.]+'), '.');
-    if v_before < '{0,4,3}' then
+    if v_before < '{0,7,0}' then
       raise exception using
         errcode = 'feature_not_supported',
-        message = format('cannot upgrade from pgque %s', pgque.version()),
-        detail = 'Upgrades start from 0.4.3 or later. Nothing was changed.',
-        hint = 'Install 0.4.3 first (sql/pgque.sql of that release), then this version.';
+        message = format('cannot upgrade from pgque %s to %s', pgque.version(), v_version),
+        detail = 'Upgrades start from 0.7.0. Nothing was changed.',
+        hint = 'Install 0.8.0 first, which upgrades from 0.4.3 or later: pgque install --version 0.8.0; or with psql, the file that '
+          'pgque install --version 0.8.0 --dump-sql prints. Then install this version again.';
     end if;
     if v_before > string_to_array(substring(v_version from '^[0-9.]+'), '.')::int[] then
       raise exception using
@@ -164,7 +165,7 @@ $$;
 -- The mark of the writing transaction, for generated columns: a hash of its id and of
 -- the time it began.  The id alone is not enough: the transaction that loads a dump
 -- into another cluster may have the id of the one that wrote the row.  Marks are 2^62
--- and more; 0.4.4 and earlier stored the id itself, which is less.
+-- and more; 1 and 2 are for rows that came out of a dump (see queue_xid).
 -- The function is declared immutable so that a generated column may use it.  It is
 -- volatile on purpose: loading a dump computes the column again, in another
 -- transaction.

@@ -78,22 +78,6 @@ begin
 end
 $$;
 
--- An upgrade creates it for existing queues.
-do $$
-declare
-  v_leaf  text;
-begin
-  for v_leaf in
-    select l.relname
-    from pg_class l
-    join pg_inherits i on i.inhrelid = l.oid
-    where i.inhparent = 'pgque.event'::regclass and to_regclass('pgque.' || l.relname || '_key') is null
-  loop
-    perform pgque._create_key_index(v_leaf);
-  end loop;
-end
-$$;
-
 -- The settings of a queue, as data: parameter name and type.  The column is
 -- queue_<name>; its default is the setting's default and its check constraint
 -- the setting's range.

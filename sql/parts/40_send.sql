@@ -640,8 +640,8 @@ language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_hea
 comment on function pgque.send(text, text, jsonb, text) is
   'The same for JSON. Errors: also PQ005 if the key begins with { and may be meant as headers; name the argument headers or partition_key.';
 
--- Returns a partition key that is no JSON object.  Up to 0.4.4 an untyped literal in
--- its place was read as headers: these must not silently become a partition key.
+-- Returns a partition key that is no JSON object.  Headers in its place must not silently
+-- become a partition key.
 create or replace function pgque._no_headers(p_queue text, p_key text) returns text
 language plpgsql immutable as $$
 begin

@@ -10,37 +10,11 @@
 -- neither rules nor triggers of a view fire, and a view cannot have triggers that
 -- always fire.  So a row would be lost silently: the check of the domain refuses it.
 do $$
-declare
-  v_grants  text[];
-  v_grant   text;
 begin
   if to_regtype('pgque.sink_queue') is null then
     create domain pgque.sink_queue as text
       constraint session_replication_role_is_not_replica check (pg_catalog.current_setting('session_replication_role') <> 'replica');
     revoke usage on type pgque.sink_queue from public;
-    -- Views of an earlier version are created again, with the rights that were granted
-    -- on them.
-    v_grants := array(
-      select format('grant %s%s on %s to %s%s', a.privilege_type, p.columns, c.oid::regclass,
-        case a.grantee when 0 then 'public' else a.grantee::regrole::text end, case when a.is_grantable then ' with grant option' end)
-      from pg_class c
-      cross join lateral (
-        select c.relacl, ''
-        union all
-        select t.attacl, format(' (%I)', t.attname) from pg_attribute t where t.attrelid = c.oid) p (acl, columns)
-      cross join lateral aclexplode(p.acl) a
-      where c.oid in (to_regclass('pgque.sink'), to_regclass('pgque.sink_bulk')) and a.grantee <> c.relowner);
-    begin
-      drop view if exists pgque.sink, pgque.sink_bulk;
-    exception
-      when dependent_objects_still_exist then
-        get stacked diagnostics v_grant = pg_exception_detail;
-        raise exception using
-          errcode = 'dependent_objects_still_exist',
-          message = 'the views pgque.sink and pgque.sink_bulk cannot be replaced while other objects depend on them',
-          detail = v_grant,
-          hint = 'Drop these objects, upgrade, and create them again.';
-    end;
   end if;
   create or replace view pgque.sink as
     select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
@@ -50,9 +24,6 @@ begin
   create or replace view pgque.sink_bulk as
     select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers
     where false;
-  foreach v_grant in array coalesce(v_grants, '{}') loop
-    execute v_grant;
-  end loop;
 end
 $$;
 comment on view pgque.sink is

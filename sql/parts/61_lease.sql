@@ -25,8 +25,8 @@
 --     locks.
 --   * All other batches have no lock of their own: the subscriber's row is locked.
 
--- Returns the consumer whose bits a batch id carries, or null.  Up to 0.5, batches of
--- subconsumers had bits of their own.
+-- Returns the consumer whose bits a batch id carries, or null.  A subconsumer's batch that
+-- is open since 0.5 has the subconsumer's bits.
 create or replace function pgque._batch_owner(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare
@@ -261,12 +261,11 @@ $$;
 -- settled one by one.  It has not if some of them were delivered to another worker or
 -- removed, or are just being taken.  Locks those messages that are in the retry queue.
 -- The caller holds the batch's lock.  A batch whose delivery was lost in a compaction
--- counts as whole, as those of 0.4.1 may be.
+-- counts as whole.
 create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_lease    pgque.position := pgque._lease(p_sub, p_batch);
-  v_state    record := pgque._lease_state(p_batch);
   v_waiting  bigint;
   v_settled  bigint;
   v_moved    bigint;
@@ -288,10 +287,7 @@ begin
   elsif v_lease.pos_sub is null then
     return true;
   end if;
-  -- Up to 0.5 the number of moved messages was not noted, and a batch could have
-  -- messages from both places.
-  return v_waiting >= v_lease.pos_shelf - v_settled
-    + case when v_lease.pos_fresh > 0 and v_state.closed then coalesce(v_moved, v_lease.pos_done_count - v_state.settled) else 0 end;
+  return v_waiting >= v_lease.pos_shelf - v_settled + coalesce(v_moved, 0);
 end
 $$;
 

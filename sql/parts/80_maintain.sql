@@ -829,15 +829,6 @@ begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
   perform pgque._need_loaded(v_queue);
   v_last := pgque._last_tick(v_queue);
-  -- A rotation of 0.4.4 or earlier that waited while the upgrade ran stored its
-  -- transaction's id, of which xmin is a subtransaction, and no tick was stored since.
-  update pgque.queue q set queue_xid = pgque._mark()
-  where q.queue_id = p_queue_id and q.queue_xid > '2' and q.queue_xid < '4611686018427387904'
-    and q.xmin::text::bigint - q.queue_xid::xid::text::bigint between 0 and 100
-    and v_last.slot <> q.queue_id * 3 + q.queue_cur_table;
-  if found then
-    return false;
-  end if;
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
     v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
     if cardinality(pgque._hold_batches(v_sub, v_open, null)) < cardinality(v_open) then

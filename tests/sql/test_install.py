@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import lzma
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -42,18 +43,13 @@ from support.servers import TestServer
 SOURCE = servers.SQL_FILE.read_bytes()
 
 
-def from_versions(between: pytest.MarkDecorator) -> list[Any]:
-    """The oldest and the newest earlier version, and with a mark those between."""
-    middle = ("0.4.4", "0.5.0", "0.5.1", "0.6.0", "0.7.0")
-    return ["0.4.3", *(pytest.param(version, marks=between) for version in middle), "0.7.1"]
-
-
+FLOOR = "0.7.0"  # upgrades start here
+OLD = "0.4.3"  # an upgrade from before that goes through 0.8.0
+THROUGH = "0.8.0"
 # What an upgrade makes of schema and data is tried from every version at each landing. Everything else about upgrades
-# is tried from the oldest and the newest one, and from those between in make test-long.
-EVERY_EARLIER = from_versions(pytest.mark.slow)
-EARLIER = from_versions(pytest.mark.long)
-# Since 0.6.0 a version has the delivery of today: batches and positions stay as they are.
-BEFORE_ONE_PATH = EARLIER[:-3]
+# is tried from the oldest and the newest one, and from the one between in make test-long.
+EVERY_EARLIER = [FLOOR, pytest.param("0.7.1", marks=pytest.mark.slow), THROUGH]
+EARLIER = [FLOOR, pytest.param("0.7.1", marks=pytest.mark.long), THROUGH]
 
 
 def install(dsn: str) -> list[str]:
@@ -179,22 +175,35 @@ def test_an_owner_that_is_no_superuser_commits_sinks_of_others_and_is_told_what_
     value(connect(owner.dsn), "select pgque.uninstall()")
 
 
+def earlier(version: str) -> str:
+    """Return the SQL of a released version, kept beside the tests."""
+    return lzma.decompress((Path(__file__).parent / "previous" / f"pgque-{version}.sql.xz").read_bytes()).decode()
+
+
 def install_earlier(dsn: str, version: str) -> None:
-    """Install a released version, kept beside the tests."""
-    file = Path(__file__).parent / "previous" / f"pgque-{version}.sql.xz"
+    """Install a released version."""
     with as_owner(dsn) as connection:
-        connection.execute(lzma.decompress(file.read_bytes()))
+        connection.execute(earlier(version).encode())
         assert value(connection, "select pgque.version()") == version
 
 
-@pytest.mark.parametrize("version", EVERY_EARLIER)
+def upgrade(dsn: str, version: str | None) -> None:
+    """Install over a version, and over one from before the floor as its hint says."""
+    if version == OLD:
+        with pytest.raises(psycopg.errors.FeatureNotSupported):
+            install(dsn)
+        install_earlier(dsn, THROUGH)
+    install(dsn)
+
+
+@pytest.mark.parametrize("version", [OLD, *EVERY_EARLIER])
 def test_an_upgraded_schema_is_the_one_of_a_fresh_install(
     version: str, fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:
     install_earlier(fresh_dsn, version)
     own = connect(fresh_dsn)
     value(own, "select pgque.create_queue('q')")
-    install(fresh_dsn)
+    upgrade(fresh_dsn, version)
     own.execute("set role pgque_writer")
     own.execute("insert into pgque.sink_bulk (queue, payload) values ('q', 'x')")
     own.execute("reset role")
@@ -208,16 +217,20 @@ def test_an_upgraded_schema_is_the_one_of_a_fresh_install(
     assert upgraded == schema(fresh_dsn)
 
 
-def test_an_upgrade_keeps_every_function_that_a_running_call_of_the_previous_version_may_need(
-    fresh_dsn: str, connect: Callable[..., Connection]
+@pytest.mark.parametrize("version", EARLIER)
+def test_an_upgrade_keeps_every_function_that_a_running_call_of_an_earlier_version_may_need(
+    version: str, fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:
     """A call that began before the upgrade goes on with its old body: 42883 if a function is missing that it calls next.
 
     A function may get further arguments that have a default. If others change, 97_earlier.sql needs a function with
-    the old ones. (The argument caller is always last, and no body of the previous version passes it on by place.)
+    the old ones. (The argument caller is always last, and no body of these versions passes it on by place.) What
+    97_earlier.sql of that version has is for calls of versions before it.
     """
-    install_earlier(fresh_dsn, EARLIER[-1])
+    before, rest = re.split("-- -+\n-- earlier:", earlier(version))
     own = connect(fresh_dsn)
+    with as_owner(fresh_dsn) as connection:
+        connection.execute((before + rest[re.search("-- -+\n-- grants\n", rest).start() :]).encode())  # type: ignore[union-attr]
     own.execute(
         "create table public.before as select p.oid::regprocedure::text as signature, p.proname, p.prorettype,"
         " array(select t from unnest(p.proargtypes) with ordinality as a (t, n) where t <> 'pgque.caller'::regtype order by n)"
@@ -236,69 +249,11 @@ def test_an_upgrade_keeps_every_function_that_a_running_call_of_the_previous_ver
     assert [signature for signature in missing if signature != changed] == []
 
 
-def test_an_upgrade_keeps_what_was_granted_on_the_views(
-    fresh_dsn: str, connect: Callable[..., Connection], roles: Any
-) -> None:
-    install_earlier(fresh_dsn, "0.4.4")
-    own = connect(fresh_dsn)
-    role = roles(dbname=own.info.dbname).name
-    own.execute(f"grant insert (queue, payload) on pgque.sink_bulk to {role}".encode())
-    own.execute(f"grant select, insert on pgque.sink to {role} with grant option".encode())
-    granted = (
-        "select c.relname, c.relacl::text, array(select a.attname || a.attacl::text from pg_attribute a"
-        " where a.attrelid = c.oid and a.attacl is not null order by 1) from pg_class c"
-        " where c.oid in ('pgque.sink'::regclass, 'pgque.sink_bulk'::regclass) order by 1"
-    )
-    before = rows(own, granted)
-    install(fresh_dsn)
-    after = rows(own, granted)
-    assert after[1] == before[1]
-    assert sorted(after[0][1].strip("{}").split(",")) == sorted(before[0][1].strip("{}").split(","))
-    value(own, "select pgque.uninstall()")
-
-
-def test_an_upgrade_adds_columns_to_the_sinks_and_keeps_grants_views_and_what_is_staged(
-    fresh_dsn: str, connect: Callable[..., Connection], roles: Any
-) -> None:
-    install_earlier(fresh_dsn, "0.6.0")
-    own = connect(fresh_dsn)
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    role = roles("writer", dbname=own.info.dbname)
-    own.execute("create view public.mine as select queue, payload from pgque.sink")
-    acl = "select relacl::text from pg_class where oid = 'pgque.sink'::regclass"
-    before = value(own, acl)
-    staged = "insert into {} (attempt, n, queue, payload) values (%s, %s, 'q', %s)"
-    (attempt, stage) = rows(own, "select * from pgque.sink_begin('s', 0)")[0]
-    own.execute(staged.format(stage).encode(), [attempt, 0, "staged before"])
-    install(fresh_dsn)
-    assert value(own, acl) == before
-    own.execute(staged.format(stage).encode(), [attempt, 1, "staged after"])
-    with psycopg.connect(role.dsn, autocommit=True) as writer:
-        assert value(writer, "select pgque.sink_commit('s', 0, array[%s]::uuid[], 2)", attempt) == "applied"
-        (attempt, stage) = rows(writer, "select * from pgque.sink_begin('s', 1)")[0]
-        keyed = f"copy {stage} (attempt, n, queue, payload, key, ttl) from stdin"
-        with writer.cursor().copy(keyed.encode()) as stream:
-            stream.write_row([attempt, 0, "q", "keyed", "k", "1 day"])
-        assert value(writer, "select pgque.sink_commit('s', 1, array[%s]::uuid[], 1)", attempt) == "applied"
-        writer.execute("insert into pgque.sink (queue, payload, delay) values ('q', 'delayed', '1 hour')")
-    own.execute("insert into public.mine values ('q', 'through a view')")
-    forced_tick(own, "q")
-    found = [(m.payload, m.key) for m in receive(own, "q")]
-    assert found == [
-        ("staged before", None),
-        ("staged after", None),
-        ("keyed", "k"),
-        ("through a view", None),
-    ]
-    value(own, "select pgque.uninstall()")
-
-
 def test_the_archive_of_before_an_upgrade_is_read_on_demand(
     fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:
     """Nobody knows if archive_on_ack was on all the time. What is there is told from what is in the queue."""
-    install_earlier(fresh_dsn, "0.6.0")
+    install_earlier(fresh_dsn, OLD)
     own = connect(fresh_dsn)
     value(own, "select pgque.create_queue('q', '{\"archive_on_ack\": true}')")
     subscribe(own, "q")
@@ -308,7 +263,7 @@ def test_the_archive_of_before_an_upgrade_is_read_on_demand(
     value(own, "select pgque.ack(%s)", batch[0].batch_id)
     batch = receive(own, "q")
     rows(own, "select * from pgque.ack(%s, %s)", batch[0].batch_id, sent[2:3])
-    install(fresh_dsn)
+    upgrade(fresh_dsn, OLD)
     archive = "select pgque.subscribe_archive('q', %s, %s, %s)"
     refused("PQ005", value, own, archive, "s", "c", False)
     assert value(own, archive, "s", "c", True) == 1
@@ -322,24 +277,7 @@ def test_the_archive_of_before_an_upgrade_is_read_on_demand(
     value(own, "select pgque.uninstall()")
 
 
-def test_an_upgrade_that_would_drop_a_view_on_the_sinks_is_refused_whole(
-    fresh_dsn: str, connect: Callable[..., Connection]
-) -> None:
-    install_earlier(fresh_dsn, "0.4.4")
-    own = connect(fresh_dsn)
-    own.execute("create view public.mine as select payload from pgque.sink")
-    with pytest.raises(psycopg.errors.DependentObjectsStillExist) as error:
-        install(fresh_dsn)
-    assert "mine" in str(error.value.diag.message_detail)
-    assert "upgrade" in str(error.value.diag.message_hint)
-    assert value(own, "select pgque.version()") == "0.4.4"
-    own.execute("drop view public.mine")
-    install(fresh_dsn)
-    own.execute("create view public.mine as select payload from pgque.sink")
-    install(fresh_dsn)
-
-
-@pytest.mark.parametrize("version", [None, *EVERY_EARLIER])
+@pytest.mark.parametrize("version", [None, OLD, *EVERY_EARLIER])
 def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(
     version: str | None, fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:
@@ -360,7 +298,7 @@ def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(
     done = receive(own, "q", "d", 2)
     ack(own, done[0].batch_id)
     held = rows(own, "select msg_id, batch_id from pgque.receive_coop('q', 'group', 'w', 3)")
-    install(own_dsn)
+    upgrade(own_dsn, version)
     assert [m.msg_id for m in receive(own, "q")] == sent[1:4]
     assert receive(own, "q")[0].batch_id == batch[0].batch_id
     assert ack(own, batch[0].batch_id) == 1
@@ -374,7 +312,7 @@ def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(
     assert drain(own, "q") == sent[:1]
 
 
-@pytest.mark.parametrize("version", EARLIER)
+@pytest.mark.parametrize("version", [OLD, *EARLIER])
 def test_a_batch_finished_before_an_upgrade_is_not_open_after_it(
     version: str, fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:
@@ -388,74 +326,13 @@ def test_a_batch_finished_before_an_upgrade_is_not_open_after_it(
     done = [receive(own, "q", count=2), receive_coop(own, "q", "w", 2, consumer="group")]
     assert [ack(own, batch[0].batch_id) for batch in done] == [1, 1]
     held = [receive(own, "q", count=2), receive_coop(own, "q", "w", 2, consumer="group")]
-    install(fresh_dsn)
+    upgrade(fresh_dsn, version)
     for batch in done:
         assert ack(own, batch[0].batch_id) == 0
         assert [ok for _, ok, _ in nack_ids(own, batch[0].batch_id, ids(batch))] == [False, False]
         refused("PQ012", rows, own, "select * from pgque.get_batch_events(%s)", batch[0].batch_id)
     assert [ack(own, batch[0].batch_id) for batch in held] == [1, 1]
     assert [ack(own, batch[0].batch_id) for batch in held] == [0, 0]
-
-
-@pytest.mark.parametrize("settled", [False, True])
-@pytest.mark.parametrize("version", BEFORE_ONE_PATH)
-def test_a_workers_batch_of_retries_and_new_messages_is_still_one_after_an_upgrade(
-    version: str, settled: bool, fresh_dsn: str, connect: Callable[..., Connection]
-) -> None:
-    install_earlier(fresh_dsn, version)
-    own = connect(fresh_dsn)
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    sent = offer(own, "q", 8)
-    first = take(own, "q", "w1", 3)
-    nack_ids(own, first[0].batch_id, sent[:2])
-    ack(own, first[0].batch_id)
-    batch = take(own, "q", "w1", 4, "10 minutes")
-    left = [*sent[:2], *sent[3:5]]
-    assert ids(batch) == left
-    if settled:
-        assert all(ok for _, ok, _ in nack_ids(own, batch[0].batch_id, [sent[0], sent[3]], "1 hour"))
-        left = [sent[1], sent[4]]
-    install(fresh_dsn)
-    token = batch[0].batch_id
-    held = "select e.ev_id from pgque.get_batch_events(%s) as e"
-    assert [i for (i,) in rows(own, held, token)] == left
-    assert extend(own, token, "1 minute") == len(left)
-    assert ids(work_off(own, "q", "w2")) == sent[5:]
-    assert [ack(own, token), ack(own, token)] == [1, 0]
-    value(own, "select pgque.retry_now('q', 'c')")
-    assert ids(work_off(own, "q", "w2")) == ([sent[0], sent[3]] if settled else [])
-
-
-@pytest.mark.parametrize("version", BEFORE_ONE_PATH)
-def test_a_snapshot_from_before_an_upgrade_is_told_to_try_again(
-    version: str, fresh_dsn: str, connect: Callable[..., Connection]
-) -> None:
-    install_earlier(fresh_dsn, version)
-    own = connect(fresh_dsn)
-    value(own, "select pgque.create_queue('q')")
-    for name in ("c", "pool"):
-        subscribe(own, "q", name)
-    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
-    offer(own, "q", 3)
-    batches = [
-        receive(own, "q", count=2),
-        receive_coop(own, "q", "w", 2, consumer="group"),
-        take(own, "q", "w", 2, consumer="pool"),
-    ]
-    calls: list[Callable[[Connection], Any]] = [lambda c: receive(c, "q", count=2)]
-    for batch in batches:
-        calls.append(lambda c, b=batch: ack(c, b[0].batch_id))  # type: ignore[misc]
-        calls.append(lambda c, b=batch: nack_ids(c, b[0].batch_id, ids(b)))  # type: ignore[misc]
-    others = [connect(fresh_dsn, autocommit=False) for _ in calls]
-    for other in others:
-        other.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        value(other, "select count(*) from pg_class")
-    install(fresh_dsn)
-    for call, other in zip(calls, others, strict=True):
-        refused("40001", call, other)
-        other.rollback()
-    assert [ack(own, batch[0].batch_id) for batch in batches] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("version", EARLIER)
@@ -474,39 +351,6 @@ def test_an_upgrade_marks_queues_and_takes_none_for_restored(
     assert forced_tick(own, "q") == last + 1
     value(own, "select pgque.ticker('loaded')")
     assert rows(own, marked) == [("q", True, False), ("loaded", True, False)]
-
-
-@pytest.mark.parametrize("version", ["0.4.3", "0.4.4"])
-def test_a_rotation_that_an_upgrade_overtakes_makes_no_queue_restored(
-    version: str,
-    fresh_dsn: str,
-    connect: Callable[..., Connection],
-    background: Callable[..., Any],
-    wait_for_lock: Callable[[int], None],
-) -> None:
-    install_earlier(fresh_dsn, version)
-    own = connect(fresh_dsn)
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    sent = send_many(own, "q", 3)
-    last = tick(own, "q")
-    assert last is not None
-    own.execute(
-        "update pgque.queue set queue_switch_time = '2020-01-01', queue_xid = pgque._queue_xid(queue)"
-    )
-    with as_owner(fresh_dsn) as upgrade:
-        upgrade.execute(SOURCE)
-        rotation = background(
-            lambda c: value(c, "select pgque.maint_rotate_tables_step1('q')"), connect(fresh_dsn)
-        )
-        wait_for_lock(rotation.pid)
-    assert rotation.result() == 1
-    restored = "select q.queue_restored from pgque.queue as q"
-    assert value(own, restored)
-    sent.append(send(own, "q"))
-    assert not value(own, restored)
-    assert tick(own, "q") == last + 1
-    assert drain(own, "q") == sent
 
 
 def test_an_upgrade_keeps_no_lock_on_the_tables_of_a_queue(
@@ -529,7 +373,7 @@ def test_an_upgrade_keeps_no_lock_on_the_tables_of_a_queue(
 @pytest.mark.parametrize(
     ("version", "error", "hint"),
     [
-        ("0.4.2", r"cannot upgrade from pgque 0\.4\.2", "Install 0.4.3 first"),
+        ("0.6.0", r"cannot upgrade from pgque 0\.6\.0 to {this}", "pgque install --version 0.8.0"),
         ("0.10.0", "newer than {this} of this", "version 0.10.0 or later"),
     ],
 )
