@@ -59,9 +59,10 @@ RUN export DEBIAN_FRONTEND=noninteractive \
  && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*.log \
  && useradd --system --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin pgque
 
-# The package has a link to the SQL file, which leads from the one folder to the other.
+# The package has links to the SQL files, which lead from the one folder to the other.
 COPY python/src/pgque /opt/pgque/python/src/pgque
 COPY sql/pgque.sql /opt/pgque/sql/pgque.sql
+COPY tests/sql/previous/pgque-0.8.0.sql.xz /opt/pgque/tests/sql/previous/
 RUN chmod -R a+rX /opt/pgque \
  && printf '#!/bin/sh\nexec python3 -m pgque.cli "$@"\n' > /usr/local/bin/pgque && chmod 755 /usr/local/bin/pgque \
  && python3 -m compileall -q /opt/pgque/python/src && pgque --version

@@ -71,6 +71,9 @@ begin
       message = format('schema pgque has objects or rights of other roles: %s', v_foreign),
       hint = coalesce(v_hint, 'Remove these objects and rights, then install again. Or drop the schema.');
   end if;
+  -- The last part drops what this file does not replace.
+  perform pg_catalog.set_config('pgque.functions_before', coalesce((
+    select string_agg(p.oid || p.ctid::text, ' ') from pg_proc p where p.pronamespace = 'pgque'::regnamespace), ''), v_local);
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
     perform pg_catalog.set_config('pgque.version_before', pgque.version(), v_local);

@@ -215,18 +215,19 @@ end
 $$;
 
 -- An upgrade leaves functions with changed arguments behind, and a call could then be
--- ambiguous.  Functions with our names that are older than version(), the first
--- function in this file, are dropped, or renamed if a view uses them.  The readers of
--- queues stay (see _create_reader).
+-- ambiguous.  Functions with our names that this file did not replace, so that their row
+-- in the catalog is where it was, are dropped, or renamed if a view uses them.  The
+-- readers of queues stay (see _create_reader).
 do $$
 declare
-  v_func  record;
+  v_before  text[] := string_to_array(current_setting('pgque.functions_before'), ' ');
+  v_func    record;
 begin
   for v_func in
     select p.oid::regprocedure as sig, p.proname, case p.prokind when 'p' then 'procedure' else 'function' end as kind
     from pg_proc p
     where p.pronamespace = 'pgque'::regnamespace
-      and age(p.xmin) > (select age(v.xmin) from pg_proc v where v.oid = 'pgque.version()'::regprocedure)
+      and p.oid || p.ctid::text = any (v_before)
       and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
       and p.proname !~ '^_(ticks|events|ordinary)_[0-9]+(_[01])?$'
   loop
@@ -279,6 +280,7 @@ begin
   perform set_config('pgque.path_before', '', v_local);
   perform set_config('check_function_bodies', current_setting('pgque.bodies_before'), v_local);
   perform set_config('pgque.bodies_before', '', v_local);
+  perform set_config('pgque.functions_before', '', v_local);
   perform set_config('pgque.version_before', '', v_local);
 end
 $$;

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import psycopg
@@ -127,11 +128,11 @@ def new_database(dsn: str, name: str, how: str, version: str | None = None) -> N
 
 
 @contextmanager
-def with_extension(bindir: Path, previous: str | None = None) -> Iterator[Path]:
+def with_extension(bindir: Path, *previous: str) -> Iterator[Path]:
     """A copy of a server that has the extension's files, so that nothing is written into the installed one.
 
     The server finds its other files by the way from its programs to them, so only the programs are copied.
-    With `previous` it has that version too, and the way from there.
+    With `previous` it has these versions too, and the way from each to the next.
     """
     if not runs(bindir / "pg_config"):
         pytest.skip(f"no pg_config in {bindir}: where its extensions are is not known")
@@ -154,10 +155,10 @@ def with_extension(bindir: Path, previous: str | None = None) -> Iterator[Path]:
         extensions = copy / share.relative_to(top) / "extension"
         shutil.copy(control, extensions)
         shutil.copy(servers.SQL_FILE, extensions / f"pgque--{found[1]}.sql")
-        if previous is not None:
-            old = Path(__file__).parents[1] / "sql" / "previous" / f"pgque-{previous}.sql.xz"
-            (extensions / f"pgque--{previous}.sql").write_bytes(lzma.decompress(old.read_bytes()))
-            shutil.copy(servers.SQL_FILE, extensions / f"pgque--{previous}--{found[1]}.sql")
+        for old, new in pairwise((*previous, found[1])):
+            packed = Path(__file__).parents[1] / "sql" / "previous" / f"pgque-{old}.sql.xz"
+            (extensions / f"pgque--{old}.sql").write_bytes(lzma.decompress(packed.read_bytes()))
+            (extensions / f"pgque--{old}--{new}.sql").symlink_to(f"pgque--{new}.sql")
         if not runs(copy / programs.relative_to(top) / "initdb"):
             pytest.skip("programs of a wheel find their libraries only where they were installed")
         yield copy / programs.relative_to(top)

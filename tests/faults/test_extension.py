@@ -246,12 +246,38 @@ def test_two_first_installs_at_once_on_a_new_server_make_the_roles_once(
         assert [value(each, "select pgque.create_queue('q')") for each in found] == [1, 1]
 
 
+def test_an_extension_of_before_the_oldest_that_is_updated_goes_through_0_8_0(
+    server: TestServer, connect: Callable[..., Connection]
+) -> None:
+    """The files of 0.8.0 are installed besides those of this version, and one command runs both."""
+    bindir = programs_of(server, "initdb", "pg_ctl")
+    functions = "select p.oid::regprocedure::text from pg_proc p where p.pronamespace = 'pgque'::regnamespace order by 1"
+    with (
+        with_extension(bindir, "0.4.3", "0.8.0") as programs,
+        started(programs) as main,
+    ):
+        new_database(main.dsn, "fresh", "extension")
+        new_database(main.dsn, "updated", "extension", "0.4.3")
+        conn = connect(main.dsn_for("updated"))
+        held = fill(conn)
+        conn.execute("alter extension pgque update")
+        fresh = connect(main.dsn_for("fresh"))
+        value(fresh, "select pgque.create_queue('q')")
+        assert rows(conn, functions) == rows(fresh, functions)
+        assert value(conn, "select e.extversion from pg_extension e where e.extname = 'pgque'") == value(
+            conn, "select pgque.version()"
+        )
+        for batch in held.batches.values():
+            assert ack(conn, batch[0].batch_id) == 1
+        assert drain(conn, "q", "alone") == held.sent[7:]
+
+
 def test_an_update_of_the_extension_under_load_gives_no_call_an_error_and_loses_nothing(
     server: TestServer, wait_until: Callable[..., None]
 ) -> None:
     """Calls go on with the bodies of the version before while its functions are replaced."""
     bindir = programs_of(server, "initdb", "pg_ctl")
-    previous = "0.7.1"
+    previous = "0.8.0"
     with ExitStack() as stack:
         main = stack.enter_context(started(stack.enter_context(with_extension(bindir, previous))))
         new_database(main.dsn, "updated", "extension", previous)

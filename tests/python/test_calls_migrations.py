@@ -374,6 +374,8 @@ def command(*arguments: str) -> tuple[int, str]:
 
 def test_the_command_prints_the_sql_of_the_install_or_writes_it_to_a_file(tmp_path: Path) -> None:
     assert command("install", "--dump-sql") == (0, sql_text())
+    code, told = command("install", "--version", "0.8.0", "--dump-sql")
+    assert (code, "select '0.8.0'::text" in told) == (0, True)
     file = tmp_path / "pgque.sql"
     assert command("install", "--dump-sql", "-o", str(file)) == (0, "")
     assert file.read_bytes() == sql_text().encode()

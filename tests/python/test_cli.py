@@ -16,6 +16,7 @@ import psycopg
 import pytest
 
 import pgque
+from sql.test_install import install_earlier
 
 Tick = Callable[[str], int | None]
 Wait = Callable[..., None]
@@ -71,6 +72,16 @@ def test_install_is_repeatable_and_uninstall_leaves_nothing(fresh_dsn: str) -> N
     assert "pgque install" in run("queues", "--dsn", fresh_dsn, code=1)
     with psycopg.connect(fresh_dsn) as own:
         assert own.execute("select to_regnamespace('pgque')").fetchone() == (None,)
+
+
+def test_a_database_before_the_oldest_that_is_upgraded_says_how_and_is_upgraded_so(fresh_dsn: str) -> None:
+    install_earlier(fresh_dsn, "0.4.3")
+    for call in ("install", "queues"):
+        told = run(call, "--dsn", fresh_dsn, code=1)
+        assert "0.4.3" in told and "pgque install --version 0.8.0" in told
+    assert run("install", "--version", "0.8.0", "--dsn", fresh_dsn) == "pgque 0.8.0\n"
+    assert run("install", "--dsn", fresh_dsn) == f"pgque {pgque.__version__}\n"
+    assert "newer" in run("install", "--version", "0.8.0", "--dsn", fresh_dsn, code=1)
 
 
 def test_install_does_not_take_a_newer_database_back(fresh_dsn: str) -> None:

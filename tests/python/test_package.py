@@ -21,6 +21,7 @@ from pgque import monitoring
 from pgque.install import sql_text
 
 ROOT = Path(__file__).resolve().parents[2]
+THROUGH = "pgque-0.8.0.sql.xz"
 SOURCE = ROOT / "python" / "src"
 
 
@@ -28,9 +29,10 @@ def test_the_packaged_sql_is_the_installable_file() -> None:
     assert sql_text().encode() == (ROOT / "sql" / "pgque.sql").read_bytes()
 
 
-def test_the_sql_file_is_a_relative_link_in_the_repository() -> None:
-    link = ROOT / "python" / "src" / "pgque" / "pgque.sql"
-    assert str(link.readlink()) == "../../../sql/pgque.sql"
+def test_the_sql_files_are_relative_links_in_the_repository() -> None:
+    folder = ROOT / "python" / "src" / "pgque"
+    assert str((folder / "pgque.sql").readlink()) == "../../../sql/pgque.sql"
+    assert str((folder / THROUGH).readlink()) == f"../../../tests/sql/previous/{THROUGH}"
 
 
 def test_the_sql_and_the_package_have_one_version() -> None:
@@ -171,6 +173,9 @@ def test_a_built_wheel_holds_the_sql_itself(way: str, tmp_path: Path) -> None:
     [wheel] = tmp_path.glob("pgque-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read("pgque/pgque.sql") == (ROOT / "sql" / "pgque.sql").read_bytes()
+        assert (
+            archive.read(f"pgque/{THROUGH}") == (ROOT / "tests" / "sql" / "previous" / THROUGH).read_bytes()
+        )
         assert "pgque/py.typed" in archive.namelist()
         for name in ("figures.sql", *monitoring.FILES):
             assert archive.read(f"pgque/monitoring/{name}").decode() == monitoring.text(name)

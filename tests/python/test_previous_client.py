@@ -1,8 +1,8 @@
 """Earlier packages against our SQL, and ours against the SQL of an earlier version.
 
 A package works with every SQL of its minor version, and processes that are connected go on with the next one too.
-previous/pgque-0.7.1.zip is the package as it was released, without its demo, page, Django and Spark:
-git archive 184021e:python/src pgque.
+previous/pgque-0.8.0.zip is the package as it was released, without its demo, page, Django and Spark:
+git archive 2f00e3c:python/src pgque.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sql.helpers import Connection, column, value
 from sql.test_install import install_earlier
 from support import servers
 
-VERSION = "0.7.1"
+VERSION = "0.8.0"
 
 
 @dataclass(frozen=True)

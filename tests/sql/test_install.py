@@ -20,11 +20,9 @@ from sql.helpers import (
     ack,
     column,
     drain,
-    extend,
     forced_tick,
     ids,
     nack_ids,
-    offer,
     receive,
     receive_coop,
     refused,
@@ -32,10 +30,8 @@ from sql.helpers import (
     send,
     send_many,
     subscribe,
-    take,
     tick,
     value,
-    work_off,
 )
 from support import catalog, servers
 from support.servers import TestServer
@@ -177,7 +173,9 @@ def test_an_owner_that_is_no_superuser_commits_sinks_of_others_and_is_told_what_
 
 def earlier(version: str) -> str:
     """Return the SQL of a released version, kept beside the tests."""
-    return lzma.decompress((Path(__file__).parent / "previous" / f"pgque-{version}.sql.xz").read_bytes()).decode()
+    return lzma.decompress(
+        (Path(__file__).parent / "previous" / f"pgque-{version}.sql.xz").read_bytes()
+    ).decode()
 
 
 def install_earlier(dsn: str, version: str) -> None:

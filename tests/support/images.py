@@ -30,7 +30,7 @@ def build(target: str | None) -> str:
     command = [client(), "build", "-q", "-t", f"pgque-{target or 'default'}:test", "-"]
     if target is not None:
         command += ["--target", target]
-    files = ("Dockerfile", "sql", "tests/image", "python/src")
+    files = ("Dockerfile", "sql", "tests/image", "tests/sql/previous", "python/src")
     context = subprocess.run(
         ["tar", "--exclude=__pycache__", "-cf", "-", *files],
         cwd=servers.REPOSITORY,

@@ -289,6 +289,8 @@ where n.nspname = 'pgque' and p.proname = 'version' and p.pronargs = 0
 
 
 UPGRADE_PACKAGE = "pip install --upgrade ./python"
+THROUGH = "0.8.0"  # upgrades databases that are older than what this version upgrades from
+FLOOR = [0, 7, 0]
 
 
 def check_version(server: str | None, package: str) -> None:
@@ -303,6 +305,8 @@ def check_version(server: str | None, package: str) -> None:
         )
     if server.split(".")[:2] != package.split(".")[:2]:
         cure = "pgque install --dsn …"
+        if _numbers(server) < FLOOR:
+            cure = f"pgque install --version {THROUGH} --dsn …, then {cure}"
         advice = f"upgrade the database with: {cure}"
         if _numbers(server) > _numbers(package):
             cure = UPGRADE_PACKAGE

@@ -41,6 +41,7 @@ from ._cli import (
     print_table,
     yes_option,
 )
+from ._encode import THROUGH
 from ._version import __version__
 from .errors import PgqueError
 from .install import install as install_sql
@@ -118,12 +119,19 @@ def main() -> None:
 
 @main.command(epilog=EXIT_CODES)
 @dsn_option
+@click.option(
+    "--version",
+    type=click.Choice([THROUGH, __version__]),
+    default=__version__,
+    show_default=True,
+    help=f"Version to install. A database before 0.7.0 is upgraded to {THROUGH} first.",
+)
 @click.option("--dump-sql", is_flag=True, help="Print the SQL instead of running it.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Write the SQL of --dump-sql to a file.",
 )  # fmt: skip
-def install(dsn: str, dump_sql: bool, output: Path | None) -> None:
+def install(dsn: str, version: str, dump_sql: bool, output: Path | None) -> None:
     """Install pgque into a database, or upgrade it, in one transaction.
 
     To run the SQL of --dump-sql: psql -qv ON_ERROR_STOP=1 -1f FILE
@@ -131,11 +139,11 @@ def install(dsn: str, dump_sql: bool, output: Path | None) -> None:
     if output is not None and not dump_sql:
         raise click.UsageError("--output is for --dump-sql")
     if output is not None:
-        output.write_text(sql_text(), encoding="utf-8", newline="\n")
+        output.write_text(sql_text(version), encoding="utf-8", newline="\n")
     elif dump_sql:
-        echo(sql_text().removesuffix("\n"))
+        echo(sql_text(version).removesuffix("\n"))
     else:
-        echo(f"pgque {install_sql(dsn)}")
+        echo(f"pgque {install_sql(dsn, version=version)}")
 
 
 @main.command()

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Callable
 from importlib.resources import files
 
 import psycopg
 
 from ._dsn import given_or_default
-from ._encode import FIND_VERSION, check_not_newer
+from ._encode import FIND_VERSION, THROUGH, check_not_newer
 from ._version import __version__
-from .errors import from_psycopg
+from .errors import PgqueBadArgument, from_psycopg
 
 
-def sql_text() -> str:
-    """Return the SQL file of this package's version."""
-    return files("pgque").joinpath("pgque.sql").read_text(encoding="utf-8")
+def sql_text(version: str | None = None) -> str:
+    """Return the SQL file of this package's version, or that of 0.8.0.
+
+    Databases before 0.7.0 are upgraded to 0.8.0 first. Raises PgqueBadArgument for another version.
+    """
+    if version in (None, __version__):
+        return files("pgque").joinpath("pgque.sql").read_text(encoding="utf-8")
+    if version != THROUGH:
+        raise PgqueBadArgument(
+            f"this package has no SQL of version {version}", hint=f"It has {THROUGH} and {__version__}."
+        )
+    return lzma.decompress(files("pgque").joinpath(f"pgque-{THROUGH}.sql.xz").read_bytes()).decode()
 
 
 def refuse_downgrade(ask: Callable[[str], object]) -> None:
@@ -27,12 +37,14 @@ def refuse_downgrade(ask: Callable[[str], object]) -> None:
         check_not_newer(str(ask("select pgque.version()")), __version__)
 
 
-def install(dsn: str = "") -> str:
+def install(dsn: str = "", *, version: str | None = None) -> str:
     """Install or upgrade pgque in one transaction, and return its version. A second run changes nothing.
 
-    Raises PgqueConnectionError, PgqueError if the role may not create a schema and roles, and
+    A database before 0.7.0 is upgraded with `version="0.8.0"` first. Raises PgqueConnectionError,
+    PgqueError if the role may not create a schema and roles or the database is before 0.7.0, and
     PgqueVersionError if the database has a newer version than this package.
     """
+    source = sql_text(version).encode()
     try:
         with psycopg.connect(given_or_default(dsn), prepare_threshold=None) as conn:
 
@@ -41,7 +53,7 @@ def install(dsn: str = "") -> str:
                 return row[0] if row else None
 
             refuse_downgrade(ask)
-            conn.execute(sql_text().encode())
+            conn.execute(source)
             return str(ask("select pgque.version()"))
     except psycopg.Error as error:
         raise from_psycopg(error) from error
