@@ -247,9 +247,9 @@ begin
   v_seq := format('pgque.event_%s_seq', v_id);
   execute format('create sequence %s', v_seq);
   execute format('create sequence pgque.tick_%s_seq', v_id);
-  execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid, queue_reader'
+  execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
-    || ') values ($1, $2, $3, $4, $5, pgque._xid(), pgque.version()'
+    || ') values ($1, $2, $3, $4, $5, pgque._xid()'
     || coalesce(', ' || nullif(array_to_string(v_settings.vals, ', '), ''), '') || ')'
   using v_id, p_queue, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass,
     pgque._own_settings('{}', p_config);

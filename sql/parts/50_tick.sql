@@ -434,9 +434,7 @@ declare
   v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name, caller, 'admin');
   v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
 begin
-  if nextval(v_queue.queue_tick_seq) <= v_last then
-    perform setval(v_queue.queue_tick_seq, v_last + 1);   -- up to 0.5 the sequence was set only to force a tick
-  end if;
+  perform nextval(v_queue.queue_tick_seq);
   return v_last;
 end
 $$;

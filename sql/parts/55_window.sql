@@ -248,11 +248,10 @@ language sql immutable as $$
   select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(10 * p_max, 500) and p_max is not null, false)
 $$;
 
--- Creates a queue's reader: two functions whose text names the queue's tables, so that
--- a session plans them once.  After an upgrade a queue has no reader of this version.
--- Its tables are then read by dynamic SQL until maintenance has created the reader.
--- The upgrade does not, since objects that an extension's script creates are in no
--- dump.
+-- Creates a queue's readers: functions whose text names the queue's tables, so that a
+-- session plans them once.  Every queue always has those of this version, since they are
+-- created together with the queue, again by each install, and when a queue that came out
+-- of a dump is used first (_rebase).
 --
 -- _ticks_N: the furthest of the next 100 ticks before which no more than p_max events
 -- were numbered, at least the next one.
@@ -260,12 +259,12 @@ $$;
 -- _events_N: the first messages of a small window, p_limit at most, as they are
 -- delivered.  As in _xids(), late are the transactions that ran at the
 -- window's first tick and not at its last.
-create or replace function pgque._create_reader(p_queue_id int) returns void
+create or replace function pgque._create_reader(p_queue_id int, p_rights boolean default true) returns void
 language plpgsql as $function$
 declare
   v_events  text;
 begin
-  execute pg_catalog.format(
+  perform pgque._compile(pg_catalog.format(
     $template$
     create or replace function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
     language plpgsql as $body$
@@ -287,12 +286,12 @@ begin
       return v_first;
     end
     $body$
-    $template$, p_queue_id);
+    $template$, p_queue_id));
   select pg_catalog.string_agg(pg_catalog.format(
     'select * from pgque.event_%s_%s e where %%1$s and (e.ev_owner is null or e.ev_owner = p_owner) and e.ev_id > p_after', p_queue_id, n), ' union all ')
   into v_events
   from pg_catalog.generate_series(0, 2) n;
-  execute pg_catalog.format(
+  perform pgque._compile(pg_catalog.format(
     $template$
     create or replace function pgque._events_%s(
       p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
@@ -317,39 +316,37 @@ begin
     'e.ev_id, p_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
       ' e.ev_headers, e.ev_key, e.ev_bytes, coalesce(e.ev_retry, 0) + p_attempt, e.ev_error, e.ev_expires, p_queue',
     pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
-    pg_catalog.format(v_events, 'e.ev_txid = any (v_late)'));
+    pg_catalog.format(v_events, 'e.ev_txid = any (v_late)')));
   perform pgque._create_ordinary(p_queue_id);
-  perform pgque._set_rights(array(select r.func::oid from pgque._readers_of(p_queue_id) r (func)));
-  -- As _store_tick() does.  Up to 0.5 the sequence was set only to force a tick.
-  perform pg_catalog.setval(q.queue_tick_seq, greatest(pg_catalog.pg_sequence_last_value(q.queue_tick_seq), (pgque._last_tick(q)).tick_id))
-  from pgque.queue q
-  where q.queue_id = p_queue_id and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) < (pgque._last_tick(q)).tick_id is not false;
+  if p_rights then
+    perform pgque._set_rights(array(select r.func::oid from pgque._readers_of(p_queue_id) r (func)));
+  end if;
 end
 $function$;
+
+-- Creates a function of a queue, unless it is there with this text and these settings:
+-- replacing a function takes a lock on it, and a server has no room for thousands.
+create or replace function pgque._compile(p_sql text) returns void
+language plpgsql as $$
+declare
+  v_head  text := pg_catalog.split_part(p_sql, '$body$', 1);
+begin
+  if not exists (
+    select from pg_catalog.pg_proc p
+    where p.pronamespace = 'pgque'::regnamespace and p.proname = pg_catalog.substring(v_head, 'pgque\.(\w+)')
+      and p.prosrc = pg_catalog.split_part(p_sql, '$body$', 2)
+      and coalesce(p.proconfig, '{}') = array(select m[1] || '=' || m[2] from pg_catalog.regexp_matches(v_head, 'set (\w+) = (\w+)', 'g') m))
+  then
+    execute p_sql;
+  end if;
+end
+$$;
 
 -- Returns the functions whose text names a queue's tables.
 create or replace function pgque._readers_of(p_queue_id int) returns setof regprocedure
 language sql stable as $$
   select p.oid::regprocedure
   from pg_catalog.pg_proc p
-  where p.pronamespace = 'pgque'::regnamespace and p.proname ~ ('^_(ticks|events|ordinary)_' || p_queue_id || '(_[01])?$')
-$$;
-
--- Creates the readers that are missing after an upgrade, some at each call.
-create or replace function pgque._make_readers() returns int
-language plpgsql as $$
-declare
-  v_id     int;
-  v_count  int := 0;
-begin
-  for v_id in
-    select q.queue_id from pgque.queue q where q.queue_reader is distinct from pgque.version() order by q.queue_id limit 100 for no key update skip locked
-  loop
-    continue when not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.tick'), v_id);
-    perform pgque._create_reader(v_id);
-    update pgque.queue q set queue_reader = pgque.version(), queue_xid = pgque._queue_xid(q) where q.queue_id = v_id;
-    v_count := v_count + 1;
-  end loop;
-  return v_count;
-end
+  where p.pronamespace = 'pgque'::regnamespace and p.proname = any (array[
+    '_ticks_' || p_queue_id, '_events_' || p_queue_id, '_ordinary_' || p_queue_id || '_0', '_ordinary_' || p_queue_id || '_1']::name[])
 $$;

@@ -180,32 +180,24 @@ $$;
 create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_reader  text;
-  v_tick    pgque.tick;
+  v_name  text;
+  v_tick  pgque.tick;
 begin
-  select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
+  select q.queue_name into v_name from pgque.queue q where q.queue_id = p_queue_id;
   if not found then
     raise undefined_table;
   end if;
-  if v_reader = pgque.version() then
-    execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
-    return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
-  end if;
-  for v_tick in execute pg_catalog.format(
-    'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)
-  loop
-    exit when v_tick.tick_event_seq > p_position.pos_event_seq + p_max and p_position.pos_next_tick is not null;
-    p_position := pgque._with_window(p_position, v_tick);
-  end loop;
-  return p_position;
+  execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
+  return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
 exception
   when undefined_table or undefined_function then
-    -- The queue was dropped meanwhile, or one of its tables is missing.
+    -- The queue was dropped meanwhile, or one of its tables or functions is missing.
     if pgque._old_snapshot() then
       perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
     elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
       perform pgque._takes_nothing(p_queue_id);
     end if;
-    raise;
+    perform pgque._fail(sqlstate, pg_catalog.format('queue %I: %s', v_name, sqlerrm),
+      'If a function is missing, install this version of pgque again: it creates the functions of every queue.');
 end
 $$;

@@ -55,7 +55,7 @@ $$;
 -- ordinary deliveries.
 create or replace function pgque._ordinary_sql() returns text
 language sql immutable as $$
-  select 'q.queue_reader = pgque.version() and q.queue_throughput_limit = 0 and not q.queue_keyed and not q.queue_expiring'
+  select 'q.queue_throughput_limit = 0 and not q.queue_keyed and not q.queue_expiring'
     ' and not s.sub_keyed and not s.sub_offsets'
 $$;
 
@@ -150,7 +150,7 @@ begin
   into v_events, v_ticks
   from pg_catalog.generate_series(0, 2) n;
   for n in 0..1 loop
-    execute pg_catalog.format(
+    perform pgque._compile(pg_catalog.format(
       $template$
       create or replace function pgque._ordinary_%1$s_%2$s(
         p_sub int, p_max bigint, p_bytes bigint, p_worker text, p_lease interval, p_attempts int, p_queue text
@@ -221,7 +221,7 @@ begin
         limit p_max;
       end
       $body$
-      $template$, p_queue_id, n, pgque._newest_sql(n, 'p_sub', v_more), v_ticks, pgque._quiet_sql(), v_events);
+      $template$, p_queue_id, n, pgque._newest_sql(n, 'p_sub', v_more), v_ticks, pgque._quiet_sql(), v_events));
   end loop;
 end
 $function$;

@@ -106,7 +106,7 @@ begin
         get diagnostics v_count = row_count;
       end if;
     else
-      if v_room <= 1000 and not pgque._is_big(v_pos, v_room) and (v_pos.pos_tick < v_pos.pos_high) is not true and v_queue.queue_reader = pgque.version() then
+      if v_room <= 1000 and not pgque._is_big(v_pos, v_room) and (v_pos.pos_tick < v_pos.pos_high) is not true then
         -- A small window is read directly, by functions whose plans the session keeps.
         v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($3, $4, $5, $6, $7, $1, 1, $2)';
       else
@@ -264,7 +264,7 @@ begin
   -- The sequence has the newest tick (see _store_tick).  So most polls read no table of ticks.
   return exists (
       select from pgque.queue q
-      where q.queue_id = p_sub.sub_queue and q.queue_reader = pgque.version() and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
+      where q.queue_id = p_sub.sub_queue and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
     or (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
 end
 $$;

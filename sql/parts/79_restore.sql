@@ -106,8 +106,7 @@ begin
   begin
     if (pgque._last_tick(p_queue)).tick_id is null then
       v_found := 'its ticks are not loaded';
-    elsif p_queue.queue_reader is not null and pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) is null then
-      -- Up to 0.5 the sequence was set only to force a tick.
+    elsif pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) is null then
       v_found := pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_tick_seq);
     elsif pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is null then
       execute pg_catalog.format('select %L where exists (%s)',

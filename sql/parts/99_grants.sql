@@ -244,9 +244,54 @@ begin
 end
 $$;
 
+-- Creates the readers of every queue, and sets the rights.  What an extension's script
+-- creates becomes a member of the extension, and members are in no dump.  So the readers
+-- are members only while the script replaces them, because it may replace nothing else.
+-- ALTER EXTENSION would do that as well, but it takes a lock for each function.  Rights
+-- that the script sets would be in no dump either.
+-- The sequence of ticks has the newest tick (see _store_tick); up to 0.5 it was set only
+-- to force a tick.
 do $$
+declare
+  v_extension  oid;
+  v_queue      pgque.queue;
+  v_called     boolean;
 begin
+  begin
+    perform pg_extension_config_dump('pgque.queue'::regclass, '');
+    v_extension := (select e.oid from pg_extension e where e.extname = 'pgque');
+  exception
+    when feature_not_supported then
+      null;   -- this is no script of an extension
+  end;
+  insert into pg_depend (classid, objid, objsubid, refclassid, refobjid, refobjsubid, deptype)
+  select 'pg_proc'::regclass, r.func, 0, 'pg_extension'::regclass, v_extension, 0, 'e'
+  from pgque.queue q, pgque._readers_of(q.queue_id) r (func)
+  where v_extension is not null;
+  for v_queue in select q.* from pgque.queue q order by q.queue_id loop
+    perform pgque._create_reader(v_queue.queue_id, false);
+    begin
+      -- Not pg_sequence_last_value(): its lock would stay.
+      execute format('select s.is_called from %s s', v_queue.queue_tick_seq) into v_called;
+      if not v_called then
+        perform setval(v_queue.queue_tick_seq, (pgque._last_tick(v_queue)).tick_id);
+      end if;
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
+  end loop;
   perform pgque._set_rights(null, current_setting('pgque.version_before') = '');
+  if v_extension is not null then
+    delete from pg_depend d
+    using pgque.queue q, pgque._readers_of(q.queue_id) r (func)
+    where d.classid = 'pg_proc'::regclass and d.objid = r.func and d.deptype = 'e';
+    delete from pg_init_privs i
+    where (i.classoid = 'pg_proc'::regclass and i.objoid in (select p.oid from pg_proc p where p.pronamespace = 'pgque'::regnamespace)
+        or i.classoid = 'pg_class'::regclass and i.objoid in (select c.oid from pg_class c where c.relnamespace = 'pgque'::regnamespace))
+      and not exists (select from pg_depend d where d.classid = i.classoid and d.objid = i.objoid and d.deptype = 'e');
+  end if;
 end
 $$;
 

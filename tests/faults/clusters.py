@@ -119,9 +119,11 @@ def until(condition: Callable[[], object], what: str, timeout: float = 30) -> No
 
 
 def new_database(dsn: str, name: str, how: str, version: str | None = None) -> None:
-    """Create a database with pgque, from the file or as an extension, that of another version too."""
+    """Create a database with pgque, from the file or as an extension, that of another version too, or without."""
     with psycopg.connect(dsn, autocommit=True) as admin:
         admin.execute(f"create database {name} template template0".encode())
+    if how == "none":
+        return
     with psycopg.connect(psycopg.conninfo.make_conninfo(dsn, dbname=name)) as conn:
         extension = "create extension pgque" + (f" version '{version}'" if version else "")
         conn.execute(extension.encode() if how == "extension" else servers.SQL_FILE.read_bytes())

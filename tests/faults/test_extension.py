@@ -270,6 +270,34 @@ def test_an_extension_of_before_the_oldest_that_is_updated_goes_through_0_8_0(
         for batch in held.batches.values():
             assert ack(conn, batch[0].batch_id) == 1
         assert drain(conn, "q", "alone") == held.sent[7:]
+        # Another update replaces the functions that are there. They are in a dump, and so are their rights.
+        conn.execute(
+            "do $$ begin execute replace(pg_get_functiondef('pgque._ticks_1'::regproc), 'declare', 'declare -- old'); end $$"
+        )
+        conn.execute(
+            "create or replace function pgque.version() returns text language sql immutable as $$ select '0.8.0' $$"
+        )
+        conn.execute("update pg_extension set extversion = '0.8.0' where extname = 'pgque'")
+        conn.execute("alter extension pgque update")
+        readers = "select p.proname, pg_get_functiondef(p.oid), p.proacl::text from pgque._readers_of(1) r join pg_proc p on p.oid = r order by 1"
+        assert rows(conn, readers) == rows(fresh, readers)
+        with folder_for(main) as folder:
+            run(folder, main.bindir / "pg_dump", "-d", main.dsn_for("updated"), "-f", folder / "updated.sql")
+            new_database(main.dsn, "loaded", "none")
+            run(
+                folder,
+                main.bindir / "psql",
+                "-Xq",
+                "-v",
+                "ON_ERROR_STOP=1",
+                "-d",
+                main.dsn_for("loaded"),
+                "-f",
+                folder / "updated.sql",
+            )
+        loaded = connect(main.dsn_for("loaded"))
+        assert rows(loaded, readers) == rows(conn, readers)
+        value(loaded, "select pgque.drop_queue('q', true), pgque.maint()")
 
 
 def test_an_update_of_the_extension_under_load_gives_no_call_an_error_and_loses_nothing(

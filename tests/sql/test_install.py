@@ -351,21 +351,65 @@ def test_an_upgrade_marks_queues_and_takes_none_for_restored(
     assert rows(own, marked) == [("q", True, False), ("loaded", True, False)]
 
 
-def test_an_upgrade_keeps_no_lock_on_the_tables_of_a_queue(
-    fresh_dsn: str, connect: Callable[..., Connection]
+@pytest.mark.parametrize("version", [OLD, *EARLIER])
+def test_every_queue_has_the_functions_of_a_new_one_when_the_upgrade_ends(
+    version: str, fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:
-    install_earlier(fresh_dsn, EARLIER[-1])
+    install_earlier(fresh_dsn, version)
     own = connect(fresh_dsn)
-    for n in range(3):
+    for n in range(8):
         value(own, "select pgque.create_queue(%s)", f"q{n}")
-    with as_owner(fresh_dsn) as upgrade:
-        upgrade.execute(SOURCE)
+        last = forced_tick(own, f"q{n}")
+    upgrade(fresh_dsn, version)
+    value(own, "select pgque.create_queue('new')")
+    found = rows(
+        own,
+        "select q.queue_name, array_agg(regexp_replace(pg_get_functiondef(r), '_' || q.queue_id || '(_|\\()', '_N\\1', 'g')"
+        " || p.proacl::text order by r::text) from pgque.queue q, pgque._readers_of(q.queue_id) r"
+        " join pg_proc p on p.oid = r group by q.queue_id, q.queue_name",
+    )
+    made = dict(found)
+    assert [name for name in made if made[name] != made["new"]] == []
+    assert len(made) == 9
+    assert len(made["new"]) == 4
+    ticked = "select pg_sequence_last_value(queue_tick_seq) from pgque.queue where queue_name = 'q7'"
+    assert value(own, ticked) >= last
+
+
+def test_a_second_install_keeps_no_lock_on_a_table_a_sequence_or_a_function_of_a_queue(
+    own: Connection, own_dsn: str
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    with as_owner(own_dsn) as again:
+        again.execute(SOURCE)
         held = rows(
-            upgrade,
-            "select distinct c.relname from pg_locks as l join pg_class as c on c.oid = l.relation"
-            " where l.pid = pg_backend_pid() and c.relispartition and c.relkind = 'r' and c.relname like 'tick%'",
+            again,
+            "select coalesce(p.proname, c.relname) from pg_locks as l left join pg_class as c on c.oid = l.relation"
+            " left join pg_proc as p on l.classid = 'pg_proc'::regclass and p.oid = l.objid"
+            " where l.pid = pg_backend_pid() and coalesce(p.proname, c.relname) ~ '^_?(event|tick|ordinary)s?_[0-9]+'",
         )
     assert held == []
+
+
+@pytest.mark.parametrize("kind", ["ticks", "events", "ordinary"])
+def test_a_call_names_the_function_that_a_queue_lacks_and_an_install_creates_it(
+    own: Connection, own_dsn: str, kind: str
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = send_many(own, "q", 3)
+    tick(own, "q")
+    (lost,) = column(
+        own, "select r::text from pgque._readers_of(1) r where r::text ~ %s limit 1", f"_{kind}_1(_0)?\\("
+    )
+    own.execute(f"drop function {lost}".encode())
+    if kind != "ordinary":
+        own.execute("set pgque.ordinary = off")
+    error = refused("42883", receive, own, "q")
+    assert f"pgque._{kind}_1" in str(error.diag.message_primary)
+    assert "nstall this version of pgque again" in str(error.diag.message_hint) or kind != "ticks"
+    install(own_dsn)
+    assert drain(own, "q") == sent
 
 
 @pytest.mark.parametrize(
