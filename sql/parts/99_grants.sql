@@ -264,10 +264,11 @@ begin
     when feature_not_supported then
       null;   -- this is no script of an extension
   end;
-  insert into pg_depend (classid, objid, objsubid, refclassid, refobjid, refobjsubid, deptype)
-  select 'pg_proc'::regclass, r.func, 0, 'pg_extension'::regclass, v_extension, 0, 'e'
-  from pgque.queue q, pgque._readers_of(q.queue_id) r (func)
-  where v_extension is not null;
+  if v_extension is not null then
+    insert into pg_depend (classid, objid, objsubid, refclassid, refobjid, refobjsubid, deptype)
+    select 'pg_proc'::regclass, r.func, 0, 'pg_extension'::regclass, v_extension, 0, 'e'
+    from pgque.queue q, pgque._readers_of(q.queue_id) r (func);
+  end if;
   for v_queue in select q.* from pgque.queue q order by q.queue_id loop
     perform pgque._create_reader(v_queue.queue_id, false);
     begin
