@@ -107,6 +107,76 @@ language sql as $$ select null::pgque.queue from pgque._overtaken() $$;
 create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
 language sql as $$ select pgque._close(s, p_batch) = 1 from pgque.subscriber s where s.sub_id = p_sub $$;
 
+-- Returns what a number in settled.set_ev_id meant up to 0.8.
+create or replace function pgque._earlier_what(p_ev_id bigint, out what pgque.settled_what, out id bigint)
+language sql immutable as $$
+  select
+    case
+      when p_ev_id = 0 then 'closed'
+      when p_ev_id < 0 then 'extended'
+      when p_ev_id = 9223372036854775807 then 'lost'
+      when p_ev_id >= 6917529027641081856 then 'moved'
+      else 'outcome'
+    end::pgque.settled_what,
+    case when p_ev_id < 0 then - p_ev_id when p_ev_id < 6917529027641081856 then p_ev_id & 4611686018427387903 else 0 end
+$$;
+
+-- For calls by message ids, and of extend(), that waited for their first table.
+create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
+language sql as $$
+  select pg_catalog.array_agg(i.id order by i.id)
+  from pg_catalog.unnest(p_ids) i (id), pgque._earlier_what(i.id) w
+  where pgque._record(p_batch, w.what, array[w.id], p_until, p_leaf) is not null
+$$;
+
+create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
+language sql as $$
+  select s.place is distinct from 'log', s.settled, - s.extended, s.until
+  from (select (pgque._batch_owner(p_batch)).sub_id as sub) b
+  left join lateral pgque._states(b.sub, array[p_batch]) s on true
+$$;
+
+create or replace function pgque._is_closed(p_batch bigint) returns boolean
+language sql as $$ select s.closed from pgque._lease_state(p_batch) s $$;
+
+-- For a compaction that waited: it would copy rows as they were before.  It ends as if
+-- a table were locked, and the next one goes on.
+create or replace function pgque._is_carried(p_sub int, p_cur int) returns boolean
+language plpgsql as $$
+begin
+  raise lock_not_available;
+end
+$$;
+
+-- The journal of outcomes of an earlier version (see 20_tables.sql).  When the messages of
+-- a worker's batch were moved to the retry queue, the batch was recorded as closed too.
+do $$
+begin
+  if to_regclass('pgque.earlier_settled_0') is null then
+    return;
+  end if;
+  -- A transaction with an older snapshot gets 40001.
+  update pgque.journal j set journal_cur = j.journal_cur;
+  for v_leaf in 0..1 loop
+    execute format(
+      $sql$
+      insert into pgque.settled_%1$s (set_batch, set_what, set_ev_id, set_until)
+      select e.set_batch, w.what, w.id, e.set_until
+      from pgque.earlier_settled_%1$s e
+      cross join lateral pgque._earlier_what(e.set_ev_id) w
+      where w.what <> 'closed'
+        or not exists (select from pgque.subscriber s where s.sub_id = e.set_sub and s.sub_role = 'pool')
+        or not exists (
+          select from pgque.earlier_settled_%1$s m
+          where m.set_batch = e.set_batch and (pgque._earlier_what(m.set_ev_id)).what = 'moved')
+      on conflict do nothing
+      $sql$, v_leaf);
+    execute format('drop table pgque.earlier_settled_%s', v_leaf);
+  end loop;
+  drop table if exists pgque.earlier_settled;
+end
+$$;
+
 -- For an ack() that creates a table of the archive, and for a create_queue(), which would
 -- not set the rights on all that it creates.
 create or replace function pgque._keep_from_public(p_relation text) returns void
