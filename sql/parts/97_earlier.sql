@@ -107,37 +107,19 @@ language sql as $$ select null::pgque.queue from pgque._overtaken() $$;
 create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
 language sql as $$ select pgque._close(s, p_batch) = 1 from pgque.subscriber s where s.sub_id = p_sub $$;
 
--- Returns what a number in settled.set_ev_id meant up to 0.8.
-create or replace function pgque._earlier_what(p_ev_id bigint, out what pgque.settled_what, out id bigint)
-language sql immutable as $$
-  select
-    case
-      when p_ev_id = 0 then 'closed'
-      when p_ev_id < 0 then 'extended'
-      when p_ev_id = 9223372036854775807 then 'lost'
-      when p_ev_id >= 6917529027641081856 then 'moved'
-      else 'outcome'
-    end::pgque.settled_what,
-    case when p_ev_id < 0 then - p_ev_id when p_ev_id < 6917529027641081856 then p_ev_id & 4611686018427387903 else 0 end
-$$;
-
--- For calls by message ids, and of extend(), that waited for their first table.
+-- For calls that end batches, such as purge(): of what up to 0.8 was noted by numbers,
+-- they note 0, the end of a batch.
 create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
-language sql as $$
-  select pg_catalog.array_agg(i.id order by i.id)
-  from pg_catalog.unnest(p_ids) i (id), pgque._earlier_what(i.id) w
-  where pgque._record(p_batch, w.what, array[w.id], p_until, p_leaf) is not null
-$$;
-
-create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
-language sql as $$
-  select s.place is distinct from 'log', s.settled, - s.extended, s.until
-  from (select (pgque._batch_owner(p_batch)).sub_id as sub) b
-  left join lateral pgque._states(b.sub, array[p_batch]) s on true
-$$;
+language sql as $$ select pgque._record(p_batch, case when p_ids = '{0}' then 'closed' else 'outcome' end::pgque.settled_what, p_ids) $$;
 
 create or replace function pgque._is_closed(p_batch bigint) returns boolean
-language sql as $$ select s.closed from pgque._lease_state(p_batch) s $$;
+language sql as $$ select exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what in ('closed', 'moved')) $$;
+
+create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
+language sql as $$ select null::bigint[] from pgque._overtaken() $$;
+
+create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
+language sql as $$ select null::boolean, null::bigint, null::bigint, null::timestamptz from pgque._overtaken() $$;
 
 -- For a compaction that waited: it would copy rows as they were before.  It ends as if
 -- a table were locked, and the next one goes on.
@@ -148,27 +130,40 @@ begin
 end
 $$;
 
--- The journal of outcomes of an earlier version (see 20_tables.sql).  When the messages of
--- a worker's batch were moved to the retry queue, the batch was recorded as closed too.
+-- The journal of outcomes of an earlier version (see 20_tables.sql): set_ev_id was the id of
+-- a message, or:
+--   * 0: the batch is closed.  A worker's batch that was moved was closed too.
+--   * below 0: the end of its lease was moved, to set_until
+--   * above 2^62: the message id - 2^62 got its outcome in the retry queue
+--   * from 2^62 + 2^61: the batch was moved to the retry queue
+--   * the highest: its worker got the answer that a message is lost
 do $$
 begin
   if to_regclass('pgque.earlier_settled_0') is null then
     return;
   end if;
+  perform set_config('jit', 'off', true);
   -- A transaction with an older snapshot gets 40001.
   update pgque.journal j set journal_cur = j.journal_cur;
   for v_leaf in 0..1 loop
     execute format(
       $sql$
+      with earlier as (
+        select e.*,
+          case
+            when e.set_ev_id = 0 then 'closed'
+            when e.set_ev_id < 0 then 'extended'
+            when e.set_ev_id = 9223372036854775807 then 'lost'
+            when e.set_ev_id >= 6917529027641081856 then 'moved'
+            else 'outcome'
+          end::pgque.settled_what as what
+        from pgque.earlier_settled_%1$s e
+      )
       insert into pgque.settled_%1$s (set_batch, set_what, set_ev_id, set_until)
-      select e.set_batch, w.what, w.id, e.set_until
-      from pgque.earlier_settled_%1$s e
-      cross join lateral pgque._earlier_what(e.set_ev_id) w
-      where w.what <> 'closed'
-        or not exists (select from pgque.subscriber s where s.sub_id = e.set_sub and s.sub_role = 'pool')
-        or not exists (
-          select from pgque.earlier_settled_%1$s m
-          where m.set_batch = e.set_batch and (pgque._earlier_what(m.set_ev_id)).what = 'moved')
+      select t.set_batch, t.what, case t.what when 'outcome' then t.set_ev_id & 4611686018427387903 when 'extended' then - t.set_ev_id else 0 end, t.set_until
+      from earlier t
+      where not (t.what = 'closed' and exists (select from pgque.subscriber s where s.sub_id = t.set_sub and s.sub_role = 'pool')
+        and exists (select from earlier m where m.set_batch = t.set_batch and m.what = 'moved'))
       on conflict do nothing
       $sql$, v_leaf);
     execute format('drop table pgque.earlier_settled_%s', v_leaf);
