@@ -418,21 +418,38 @@ create table if not exists pgque.position (
 ) partition by list (leaf);
 comment on table pgque.position is 'Journal of positions; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 
--- Messages of an open batch that have their outcome.  The rows move from leaf to leaf
--- together with the positions.  set_ev_id is the id of a message, or:
---   * 0: the batch is closed
---   * below 0: the end of its lease was moved, to set_until
---   * above 2^62: the message id - 2^62 got its outcome in the retry queue
---   * 2^62 + 2^61 + n: the n messages without an outcome were moved to the retry queue
---   * the highest: its worker got the answer that a message is lost
+-- What became of batches and their messages.  The rows move from leaf to leaf together
+-- with the positions.  set_what:
+--   * outcome: the message set_ev_id has its outcome
+--   * closed: the batch is finished
+--   * moved: those of its messages from the log that had no outcome went to the retry
+--     queue, under its id
+--   * extended: its lease ends at set_until; set_ev_id counts the extensions
+--   * lost: its worker got the answer that a message is lost
+-- The key decides between two sessions that record the same.
+do $$
+begin
+  if to_regtype('pgque.settled_what') is null then
+    create type pgque.settled_what as enum ('outcome', 'closed', 'moved', 'extended', 'lost');
+    -- Up to 0.8, set_ev_id had these meanings by ranges of numbers (see 97_earlier.sql).
+    for v_leaf in 0..1 loop
+      if to_regclass('pgque.settled_' || v_leaf) is not null then
+        execute format('alter table pgque.settled_%s drop constraint settled_%1$s_pkey', v_leaf);
+        execute format('alter table pgque.settled_%s rename to earlier_settled_%1$s', v_leaf);
+      end if;
+    end loop;
+    alter table if exists pgque.settled rename to earlier_settled;
+  end if;
+end
+$$;
 create table if not exists pgque.settled (
   set_batch  bigint not null,
-  set_ev_id  bigint not null,
-  set_sub    int not null,
+  set_ev_id  bigint not null default 0,
   set_until  timestamptz,
-  leaf       int not null
+  leaf       int not null,
+  set_what   pgque.settled_what not null
 ) partition by list (leaf);
-comment on table pgque.settled is 'Messages of open batches that have an outcome. Internal.';
+comment on table pgque.settled is 'What became of batches and their messages. Internal.';
 
 -- Places of the rows of a big window: a cache, see pgque._map_window.
 create table if not exists pgque.window_map (
@@ -784,7 +801,7 @@ declare
 begin
   for v_journal in
     select j.name, j.key, n as leaf
-    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
+    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_what, set_ev_id'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
       ('idempotency', 'idem_queue, idem_key, idem_n'), ('sink_attempt', 'attempt'), ('sink_stage', 'attempt, n'), ('sink_epoch', 'sink_id, epoch, part')) j (name, key)
     cross join generate_series(0, 1) n
   loop

@@ -39,7 +39,7 @@ language sql immutable as $$
   select pg_catalog.format(
     'select p.pos_lapse, case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_tick else p.pos_tick end as tick,'
     ' p.pos_next_tick is null or p.pos_fresh > 0 and p.pos_last_id is null as fresh,'
-    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_ev_id = 0) is null then p.pos_open'
+    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_what = ''closed'') is null then p.pos_open'
     ' else pg_catalog.array_remove(p.pos_open, p.pos_batch) end as open%3$s'
     ' from pgque.position_%1$s p where p.pos_sub = %2$s order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
 $$;
@@ -228,8 +228,8 @@ $function$;
 
 -- _done_0 and _done_1: acknowledge a batch that was delivered from the log, in one
 -- statement.  Each uses one leaf of the journal.  Returns false, and changes nothing, if
--- the batch is not there, has messages in the retry queue, or is closed.  The caller has
--- the batch's lock.
+-- the batch is not there, was moved to the retry queue, or is closed.  The caller has the
+-- batch's lock.
 do $leaves$
 begin
   for n in 0..1 loop
@@ -238,12 +238,12 @@ begin
       create or replace function pgque._done_%1$s(p_batch bigint, p_sub int) returns boolean
       language plpgsql as $body$
       begin
-        insert into pgque.settled_%1$s (set_batch, set_ev_id, set_sub)
-        select p_batch, 0, p_sub
+        insert into pgque.settled_%1$s (set_batch, set_what)
+        select p_batch, 'closed'
         from pgque.position_%1$s p
         where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.pos_fresh > 0 and p.pos_shelf = 0
           and (select j.journal_cur from pgque.journal j where j.journal_id = 1) = %1$s
-          and (select r.ev_owner from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch limit 1) is null
+          and (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p_batch and z.set_what = 'moved') is null
         limit 1
         on conflict do nothing;
         return found;

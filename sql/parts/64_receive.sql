@@ -341,10 +341,11 @@ $$;
 create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
+  v_state  record;
 begin
-  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    return query execute pgque._delivery_sql(pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease))) using p_batch, p_queue.queue_name;
+  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' then
+    return query execute pgque._delivery_sql(pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_state.lease))) using p_batch, p_queue.queue_name;
   else
     return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
   end if;
@@ -355,7 +356,7 @@ $$;
 create or replace function pgque._done_with(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
 language plpgsql as $$
 begin
-  perform pgque._note(p_batch, p_sub.sub_id, array[0]);
+  perform pgque._record(p_batch, 'closed');
   p_pos := pgque._next_from(p_pos);
   p_pos.pos_open := pg_catalog.array_remove(p_pos.pos_open, p_batch);
   return p_pos;
@@ -367,10 +368,11 @@ $$;
 create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_batch bigint) returns text
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
+  v_state  record;
 begin
-  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease));
+  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' then
+    return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_state.lease));
   end if;
   return pg_catalog.format(
     'select null::int as slot, null::int as ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, r.ev_type, r.ev_data, r.ev_extra1, r.ev_extra2, r.ev_extra3,'

@@ -118,7 +118,7 @@ begin
       where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _among()
   end if;
   if v_found.skip is not null and (ids is not null or p_passed is null) then
-    perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
+    perform pgque._record(p_token, 'outcome', v_found.skip);
   end if;
   if ids is not null then
     rows := pgque._delivery_sql(pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos)), ' where ($3)[pg_catalog.width_bucket(e.ev_id, $3)] = e.ev_id');

@@ -162,15 +162,15 @@ begin
 end
 $$;
 
--- Returns whether a batch is open in any way.
+-- Returns whether a batch is open.  A worker's batch in the retry queue is, as long as it
+-- has a message there; any other, until it is finished.
 create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
-  if p_sub.sub_role <> 'pool' then
-    return (pgque._lease(p_sub.sub_id, p_batch)).pos_sub is not null and pgque._not_closed(array[p_batch]) <> '{}';
-  end if;
-  return ((pgque._lease(p_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
-    or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch);
+  return exists (
+    select from pgque._states(p_sub.sub_id, array[p_batch]) s
+    where s.place = 'log' or s.place = 'retry' and (p_sub.sub_role <> 'pool' or exists (
+      select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch)));
 end
 $$;
 
@@ -180,12 +180,13 @@ create or replace function pgque._open_sql(p_batch bigint) returns text
 language plpgsql as $$
 declare
   v_sub    pgque.subscriber := pgque._batch_owner(p_batch);
-  v_lease  pgque.position := pgque._lease(v_sub.sub_id, p_batch);
+  v_state  record;
 begin
-  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) and exists (
+  select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' and exists (
     select from pgque.queue q where q.queue_id = v_sub.sub_queue and not pgque._keyed(q) and not pgque._expiring(q))
   then
-    return pgque._slice_sql(v_sub, v_lease);
+    return pgque._slice_sql(v_sub, v_state.lease);
   end if;
   perform pgque._open_lease(v_sub, p_batch);
   return pgque._batch_sql(v_sub, p_batch);
