@@ -523,6 +523,7 @@ create table if not exists pgque.dead_letter (
   ev_error        text,
   dl_receives     int not null default 0,
   dl_held         boolean not null default false,
+  dl_forward      int,
   constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
 );
 comment on table pgque.dead_letter is 'Messages that were given up, once for each consumer; see dlq_inspect().';
@@ -824,6 +825,7 @@ begin
     tick_share int not null default 15 constraint config_tick_share check (tick_share between 1 and 100);
     keep_actions interval default '30 days' constraint config_keep_actions check (keep_actions > '0');
     keep_lags interval default '7 days' constraint config_keep_lags check (keep_lags > '0')$c$);
+  perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
   -- Not in the statement that creates it: the leaves of an earlier version become its partitions first.
   perform pgque._add_columns('pgque.sink_stage', $c$
@@ -981,6 +983,8 @@ comment on column pgque.config.keep_lags is
   'How long consumer_lags() goes back at least; none: lags are not sampled. Set by set_history(''lags'', interval).';
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
+comment on column pgque.dead_letter.dl_forward is
+  'The dead_letter_queue that the loop forwards it to: queue.queue_id; NULL: it stays here.';
 comment on column pgque.queue.queue_tick_gap is
   'Shortest time that the loop leaves between two ticks. With many consumers the loop leaves at least 4 ms for each, but no more than the tick '
   'period for all of them.';
@@ -1046,6 +1050,10 @@ begin
   end if;
   if to_regclass('pgque.retry_queue_key') is null then
     create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
+  end if;
+  -- A probe of the loop, which finds nothing as a rule.
+  if to_regclass('pgque.dead_letter_forward') is null then
+    create index dead_letter_forward on pgque.dead_letter (dl_forward, dl_id) where dl_forward is not null;
   end if;
   -- A query for a batch compares pos_sub + 0.  Otherwise a plan without statistics also
   -- reads all rows of the consumer in the primary key.
