@@ -140,7 +140,9 @@ def test_the_loop_forwards_a_dead_letter_as_soon_as_it_is_committed(
     for msg_id in sent:
         die(graves, token, [msg_id])
         wait_until(lambda: dead_letters(graves, "a") == {}, "the loop forwards the letter")
-    wait_until(lambda: value(graves, "select count(*) from pgque.peek('grave')") == 2, "both are in the grave")
+    wait_until(
+        lambda: value(graves, "select count(*) from pgque.peek('grave')") == 2, "both are in the grave"
+    )
     value(graves, "select pgque.stop()")
     loop.result()
     assert delivered(graves) == [("a", i) for i in sent]
@@ -289,7 +291,9 @@ def test_the_letters_of_a_dropped_queue_stay(graves: Connection, pair: Pair, end
     job = pair.other(lambda c: die(c, a, of_a))
     assert job.done  # an outcome does not wait for the other queue
     job.result()
-    value(graves, "set lock_timeout = '1s'; select pgque.maint_retry_events()")  # nor does maintenance for long
+    value(
+        graves, "set lock_timeout = '1s'; select pgque.maint_retry_events()"
+    )  # nor does maintenance for long
     if end_as(graves, pair.one, end):
         pump(graves)
         assert dead_letters(graves, "a") == dict.fromkeys(of_a, "x")
