@@ -215,11 +215,11 @@ comment on column pgque.queue.queue_visibility_timeout is
 comment on column pgque.queue.queue_max_receive_attempts is
   'How often a message is delivered to workers before it is given up; expired leases count too. Unit: deliveries.';
 comment on column pgque.queue.queue_drop_policy is
-  'What happens to a message that is given up. dead_letter: it becomes a dead letter, or goes to dead_letter_queue. hold: it becomes a dead letter '
+  'What happens to a message that is given up. dead_letter: it becomes a dead letter, which the ticker forwards to dead_letter_queue. hold: it becomes a dead letter '
   'that dlq_purge() and delete_expired() do not delete. drop: it is deleted, and metrics() counts it.';
 comment on column pgque.queue.queue_dead_letter_queue is
-  'Name of the queue that takes messages that are given up under drop_policy dead_letter; none: they become dead letters. A name that ends in .dlq '
-  'creates that queue. Set it for each queue.';
+  'Name of the queue that the ticker forwards dead letters to, under drop_policy dead_letter; none: they stay. While that queue is full or paused, '
+  'they wait as dead letters; those given up before this setting changed stay. A name that ends in .dlq creates that queue. Set it for each queue.';
 comment on column pgque.queue.queue_retry_backoff is
   'When a rejected message is redelivered, if nack() is called without a time: the n-th retry follows after base * factor ^ (n - 1) seconds, at most '
   'cap seconds. A random share of that time, up to jitter, is subtracted. The value is a JSON object; its defaults are {"base": 1, "factor": 2, '

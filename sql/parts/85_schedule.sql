@@ -340,9 +340,9 @@ begin
         v_sent := pgque._forward_letters();
         v_mark := pg_catalog.clock_timestamp();
         v_work := v_mark - v_began;
-        -- If a queue takes no letters now, or the step had much to do, the other steps run
-        -- first.
-        v_letters := v_began + case when v_sent = 0 or v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
+        -- A twentieth of the time is enough, even if a held xmin keeps the index entries of
+        -- many forwarded letters; and a queue that takes no letters now can wait.
+        v_letters := v_mark + greatest(20::pg_catalog.float8 * v_work, case when v_sent = 0 then '1 second'::pg_catalog.interval end);
         if v_sent is not null then
           commit and chain;
           perform pgque._loop_lock();

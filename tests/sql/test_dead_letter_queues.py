@@ -31,6 +31,7 @@ from sql.helpers import (
     value,
     work_off,
 )
+from sql.test_install import install, install_earlier
 from sql.test_races import Pair, pair
 
 __all__ = ["pair"]
@@ -370,12 +371,16 @@ def test_a_letter_does_not_expire_before_it_is_forwarded(graves: Connection) -> 
     assert forwarded(graves) == named("a", [message.msg_id])
 
 
-def test_health_warns_of_letters_that_have_waited_for_a_minute(graves: Connection) -> None:
+def test_health_and_metrics_show_letters_that_have_waited_for_a_minute(graves: Connection) -> None:
     check = "select h.status, h.detail, h.advice from pgque.health('a') h where h.check_name = 'dead letters'"
+    metric = (
+        "select m.value from pgque.metrics() m where (m.metric, m.queue) = ('pgque_queue_dead_letters', 'a')"
+    )
     value(graves, "select pgque.pause('grave')")
     given_up(graves, "a")
-    assert rows(graves, check)[0][0] == "ok"
+    assert (rows(graves, check)[0][0], value(graves, metric)) == ("ok", 0)
     move_clock(graves, "2 minutes")
+    assert value(graves, metric) == 3
     ((status, detail, advice),) = rows(graves, check)
     assert (status, detail) == ("warn", "0, 3 wait to be forwarded")
     assert "Resume the queue that dead_letter_queue names" in advice
@@ -395,6 +400,38 @@ def test_a_letter_that_cannot_be_forwarded_does_not_keep_the_letters_of_other_qu
     pump(graves)
     assert len(dead_letters(graves, "a")) == 1
     assert dead_letters(graves, "b") == {}
+
+
+def test_a_ticker_without_letters_to_forward_reads_no_dead_letter(graves: Connection) -> None:
+    """An idle loop calls this in each of its rounds."""
+    configure(graves, "a", dead_letter_queue=None)
+    given_up(graves, "a", 100)
+    with graves.transaction():
+        assert value(graves, "select pgque._forward_letters()") is None
+        read = "select s.idx_scan, s.seq_scan, s.seq_tup_read + s.idx_tup_fetch from pg_stat_xact_user_tables s where s.relname = 'dead_letter'"
+        assert rows(graves, read) == [(1, 0, 0)]
+
+
+@pytest.mark.parametrize("version", ["0.7.0", "0.8.0"])
+def test_an_upgrade_keeps_letters_and_forwards_what_is_given_up_after_it(
+    version: str, fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, version)
+    own = connect(fresh_dsn)
+    for name in ("grave", "a"):
+        value(own, "select pgque.create_queue(%s)", name)
+        subscribe(own, name)
+    configure(own, "a", dead_letter_queue="grave")
+    value(own, "select pgque.pause('grave')")
+    kept = given_up(own, "a")
+    value(own, "select pgque.resume('grave')")
+    before = given_up(own, "a")  # earlier versions send at once
+    token, after = held(own, "a")
+    giving_up = connect(fresh_dsn)
+    install(fresh_dsn)
+    die(giving_up, token, after)
+    assert forwarded(own) == named("a", before + after)
+    assert dead_letters(own, "a") == dict.fromkeys(kept, "x")
 
 
 def test_a_message_is_given_up_by_a_role_that_may_not_send_to_the_other_queue(
