@@ -216,11 +216,11 @@ comment on column pgque.queue.queue_visibility_timeout is
 comment on column pgque.queue.queue_max_receive_attempts is
   'How often a message is delivered to workers before it is given up; expired leases count too. Unit: deliveries.';
 comment on column pgque.queue.queue_drop_policy is
-  'What happens to a message that is given up. dead_letter: it becomes a dead letter, or goes to dead_letter_queue. hold: it becomes a dead letter '
+  'What happens to a message that is given up. dead_letter: it becomes a dead letter, which the ticker forwards to dead_letter_queue. hold: it becomes a dead letter '
   'that dlq_purge() and delete_expired() do not delete. drop: it is deleted, and metrics() counts it.';
 comment on column pgque.queue.queue_dead_letter_queue is
-  'Name of the queue that takes messages that are given up under drop_policy dead_letter; none: they become dead letters. A name that ends in .dlq '
-  'creates that queue. Set it for each queue.';
+  'Name of the queue that the ticker forwards dead letters to, under drop_policy dead_letter; none: they stay. While that queue is full or paused, '
+  'they wait as dead letters; those given up before this setting changed stay. A name that ends in .dlq creates that queue. Set it for each queue.';
 comment on column pgque.queue.queue_retry_backoff is
   'When a rejected message is redelivered, if nack() is called without a time: the n-th retry follows after base * factor ^ (n - 1) seconds, at most '
   'cap seconds. A random share of that time, up to jitter, is subtracted. The value is a JSON object; its defaults are {"base": 1, "factor": 2, '
@@ -541,6 +541,7 @@ create table if not exists pgque.dead_letter (
   ev_error        text,
   dl_receives     int not null default 0,
   dl_held         boolean not null default false,
+  dl_forward      int,
   constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
 );
 comment on table pgque.dead_letter is 'Messages that were given up, once for each consumer; see dlq_inspect().';
@@ -821,6 +822,7 @@ declare
   v_key  record;
 begin
   perform pgque._add_columns('pgque.queue', 'queue_incarnation uuid');
+  perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   -- A parallel restore loads the tables of an extension in any order, so they refer to
   -- each other without foreign keys.  _need_queue() does their work.
   for v_key in
@@ -851,6 +853,8 @@ comment on column pgque.config.keep_lags is
   'How long consumer_lags() goes back at least; none: lags are not sampled. Set by set_history(''lags'', interval).';
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
+comment on column pgque.dead_letter.dl_forward is
+  'The dead_letter_queue that the loop forwards it to: queue.queue_id; NULL: it stays here.';
 comment on column pgque.queue.queue_tick_gap is
   'Shortest time that the loop leaves between two ticks. With many consumers the loop leaves at least 4 ms for each, but no more than the tick '
   'period for all of them.';
@@ -921,6 +925,10 @@ begin
   end if;
   if to_regclass('pgque.retry_queue_key') is null then
     create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
+  end if;
+  -- A probe of the loop, which finds nothing as a rule.
+  if to_regclass('pgque.dead_letter_forward') is null then
+    create index dead_letter_forward on pgque.dead_letter (dl_forward, dl_id) where dl_forward is not null;
   end if;
   -- A query for a batch compares pos_sub + 0.  Otherwise a plan without statistics also
   -- reads all rows of the consumer in the primary key.

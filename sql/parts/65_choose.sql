@@ -318,7 +318,7 @@ begin
       if v_row.ev_expires <= p_now then
         perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
       else
-        perform pgque._bury(p_queue, p_sub, v_gone, coalesce(case when v_gone.ev_batch is null then v_gone.ev_error end, 'receive attempts used up'));
+        perform pgque._give_up(p_queue, p_sub, v_gone, coalesce(case when v_gone.ev_batch is null then v_gone.ev_error end, 'receive attempts used up'));
       end if;
     else
       v_good := v_good || v_row;

@@ -238,7 +238,7 @@ begin
       or (p_sub.sub_role = 'pool' and p_item.ev_receives >= p_queue.queue_max_receive_attempts)))
   then
     p_item.ev_error := coalesce(p_reason, p_item.ev_error);
-    perform pgque._bury(p_queue, p_sub, p_item, coalesce(p_reason, case
+    perform pgque._give_up(p_queue, p_sub, p_item, coalesce(p_reason, case
       when p_what = 'dead' then 'dead'
       when coalesce(p_item.ev_retry, 0) >= p_queue.queue_max_retries then 'retries used up'
       else 'receive attempts used up'

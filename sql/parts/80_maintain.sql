@@ -401,7 +401,7 @@ begin
     if v_event.ev_expires <= pgque.clock() then
       perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
     else
-      perform pgque._bury(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
+      perform pgque._give_up(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
     end if;
   end loop;
   perform pgque._record(p_position.pos_batch, 'outcome', v_ids) where p_position.pos_batch is not null;
@@ -454,7 +454,7 @@ begin
     v_count := v_count + 1;
     select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
     if found then
-      perform pgque._bury(p_queue, v_sub, v_item, 'retention period passed');
+      perform pgque._give_up(p_queue, v_sub, v_item, 'retention period passed');
     end if;
   end loop;
   return (v_count = 10000)::int;
@@ -671,7 +671,7 @@ language plpgsql as $$
 declare
   v_count  bigint;
 begin
-  delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id and d.ev_expires <= pgque.clock() and not d.dl_held;
+  delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id and d.ev_expires <= pgque.clock() and not d.dl_held and d.dl_forward is null;
   get diagnostics v_count = row_count;
   return v_count;
 end

@@ -21,6 +21,7 @@ from sql.helpers import (
     ack,
     column,
     drain,
+    extend,
     forced_tick,
     ids,
     nack_ids,
