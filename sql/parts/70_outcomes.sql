@@ -153,7 +153,7 @@ begin
     from (
       select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
         (((select v_new))[pg_catalog.width_bucket(u.id, (select v_new))] = u.id) is true as ok,
-        exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
+        exists (select from pgque.retry_queue r where r.ev_owner + 0 = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
       from pg_catalog.unnest(p_ids) u (id)
     ) i;
 end
