@@ -369,6 +369,8 @@ comment on table pgque.subscriber is 'Identity of consumers and workers, locked 
 --   pos_open, pos_prune          batches that may be open, and when to check them
 --   pos_lapse                    no lease ends before this
 --   pos_paid                     throughput: paid up to here
+--   pos_due                      which part of the retry queue need not be read (see
+--                                _due_from)
 -- A subconsumer's rows say only when it was heard of.
 create table if not exists pgque.journal (
   journal_id   int not null default 1
@@ -414,6 +416,7 @@ create table if not exists pgque.position (
   pos_prune      int,
   pos_lapse      timestamptz,
   pos_paid       timestamptz,
+  pos_due        tstzrange,
   leaf           int not null
 ) partition by list (leaf);
 comment on table pgque.position is 'Journal of positions; the newest row of a subscriber counts. Internal: see get_consumer_info().';
@@ -494,7 +497,9 @@ create table if not exists pgque.retry_queue (
   ev_batch        bigint,
   ev_worker       text,
   ev_lane         text,
-  constraint retry_queue_pkey primary key (ev_owner, ev_id, ev_queue)
+  -- Not the owner first: on a small table, the planner could choose this index to find the
+  -- messages of an owner that are due, and would read all rows of the owner.
+  constraint retry_queue_pkey primary key (ev_id, ev_owner, ev_queue)
 );
 comment on table pgque.retry_queue is
   'Messages to be redelivered to a consumer, also while a worker has them leased, and delayed messages for every consumer.';
@@ -823,6 +828,7 @@ declare
 begin
   perform pgque._add_columns('pgque.queue', 'queue_incarnation uuid');
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
+  perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
   -- A parallel restore loads the tables of an extension in any order, so they refer to
   -- each other without foreign keys.  _need_queue() does their work.
   for v_key in
@@ -834,6 +840,12 @@ begin
   loop
     execute format('alter table %s drop constraint %I', v_key.tab, v_key.name);
   end loop;
+  if (select c.conkey[1] from pg_constraint c where c.conrelid = 'pgque.retry_queue'::regclass and c.conname = 'retry_queue_pkey')
+    = (select a.attnum from pg_attribute a where a.attrelid = 'pgque.retry_queue'::regclass and a.attname = 'ev_owner')
+  then
+    alter table pgque.retry_queue drop constraint retry_queue_pkey,
+      add constraint retry_queue_pkey primary key (ev_id, ev_owner, ev_queue);
+  end if;
   -- No statistics of the retry queue: they may be of a moment in which a consumer had
   -- no rows there.  By them the planner would expect one row where there are thousands.
   if exists (
@@ -914,6 +926,10 @@ begin
   end if;
   if to_regclass('pgque.retry_queue_held') is null then
     create index retry_queue_held on pgque.retry_queue (ev_owner, ev_batch, ev_id) where ev_batch is not null;
+  end if;
+  -- Leased messages of which a delivery was lost.  They are few.
+  if to_regclass('pgque.retry_queue_suspect') is null then
+    create index retry_queue_suspect on pgque.retry_queue (ev_owner, ev_worker) where ev_batch is not null and ev_receives > coalesce(ev_retry, 0) + 1;
   end if;
   if to_regclass('pgque.retry_queue_lane') is null then
     create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;

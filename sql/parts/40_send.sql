@@ -599,7 +599,7 @@ begin
     from pgque.subscriber s
     cross join lateral pgque._next_from(pgque._position(s.sub_id)) p
     where s.sub_queue = p_queue_id and s.sub_main is null
-      and not exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_id = p_id)
+      and not exists (select from pgque.retry_queue r where r.ev_owner + 0 = s.sub_id and r.ev_id = p_id)
       and (pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_snapshot)
         or pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_next_snapshot) and p_id <= p.pos_done_id));
 end

@@ -25,7 +25,7 @@ begin
   end if;
   v_token := pgque._new_batch_id(v_pos);
   if v_turn.due then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, 10000, $3, v_turn.until);
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, 10000, $3, v_turn.until, p_from => lower(v_pos.pos_due));
   end if;
   if v_pos.pos_shelf = 0 then
     if v_pos.pos_done_id is null then

@@ -154,7 +154,7 @@ begin
     from (
       select u.id,
         (((select v_new))[pg_catalog.width_bucket(u.id, (select v_new))] = u.id) is true as ok,
-        exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
+        exists (select from pgque.retry_queue r where r.ev_owner + 0 = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
       from pg_catalog.unnest(p_ids) u (id)
     ) i;
 end
