@@ -182,7 +182,7 @@ create table if not exists pgque.queue (
   queue_reader             text,
   queue_incarnation        uuid
 ) with (fillfactor = 50);
-comment on table pgque.queue is 'The queues with their settings; see set_queue_config().';
+comment on table pgque.queue is 'The queues with their settings; see alter_queue().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
 comment on column pgque.queue.queue_name is 'Name of the queue, 1 to 57 bytes.';
 comment on column pgque.queue.queue_ntables is 'Number of tables that its events rotate through: 3.';

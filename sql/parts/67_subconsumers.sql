@@ -97,7 +97,7 @@ create or replace function pgque.subscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
 ) returns int
 language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
-comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is 'The same as register_subconsumer().';
+comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is 'Earlier name of register_subconsumer().';
 
 create or replace function pgque.unregister_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
@@ -136,7 +136,7 @@ create or replace function pgque.unsubscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
 ) returns int
 language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
-comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The same as unregister_subconsumer().';
+comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'Earlier name of unregister_subconsumer().';
 
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

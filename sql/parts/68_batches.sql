@@ -252,7 +252,9 @@ create or replace function pgque.get_batch_cursor(
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
-comment on function pgque.get_batch_cursor(bigint, text, int) is 'The same without extra_where.';
+comment on function pgque.get_batch_cursor(bigint, text, int) is
+  'Opens a cursor over an open batch and returns its first quick_limit events, without a condition on them. Fetch the rest from cursor_name in the '
+  'same transaction. Errors: PQ012 the batch is not open.';
 
 create or replace function pgque.get_batch_info(
   batch_id bigint, caller pgque.caller default current_user,

@@ -39,8 +39,9 @@ begin
 end
 $$;
 comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
-  'Sets when the lease on a worker''s batch expires, counted from now; 0 releases the batch. Returns the number of messages still leased, 0 if the '
-  'batch is lost. Errors: PQ005 visibility_timeout is NULL, negative or above 100 years.';
+  'Earlier form of extend(): sets when the lease on a worker''s batch expires, counted from now, so that it can also shorten the lease; 0 releases '
+  'the batch, as release() does. Returns the number of messages still leased, 0 if the batch is lost. Errors: PQ005 visibility_timeout is NULL, '
+  'negative or above 100 years.';
 
 create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

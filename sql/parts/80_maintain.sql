@@ -712,7 +712,7 @@ begin
 end
 $$;
 comment on function pgque.maint_expire() is
-  'Runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed. Part of maint().';
+  'Part of maint(): runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed.';
 
 create or replace function pgque.set_schedule(job text, every text) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -775,8 +775,8 @@ begin
 end
 $$;
 comment on function pgque.maint_lapsed() is
-  'Gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the consumer. Returns '
-  'their number. Part of maint().';
+  'Part of maint(): gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the '
+  'consumer. Returns their number.';
 
 -- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,
 -- readers and workers of the queue repair it too, and hold some of these locks.
@@ -1040,8 +1040,8 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp set j
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
 comment on function pgque.maint_retain(text) is
-  'Moves consumers that lag beyond the queue''s retention_period forward, past messages that they never received, and returns the number of '
-  'consumers moved. get_consumer_info() counts the skipped messages. Errors: PQ001 no such queue.';
+  'Part of maint(): moves consumers that lag beyond the queue''s retention_period forward, past messages that they never received, and returns the '
+  'number of consumers moved. get_consumer_info() counts the skipped messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -1078,7 +1078,7 @@ begin
 end
 $$;
 comment on function pgque.maint_tables() is
-  'Maintains the tables that all queues share. Returns how many steps there were to do; 0 when all is done.';
+  'Part of maint(): maintains the tables that all queues share. Returns how many steps there were to do; 0 when all is done.';
 
 -- Runs one of maint_operations().  A failure is reported, and the next call tries
 -- again.
