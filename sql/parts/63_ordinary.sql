@@ -82,7 +82,8 @@ begin
         from (
           select s.sub_id, s.sub_role, q.queue_id, q.queue_max_receive_attempts, q.queue_visibility_timeout, %4$s as ordinary,
             %3$s and (select r.ev_owner from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_retry_after <= v_now limit 1) is null as quiet,
-            p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
+            -- The sequence has the newest tick (see _store_tick).  So a poll reads no table of ticks.
+            p.fresh and q.queue_reader = pgque.version() and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
           from pgque.queue q,
             -- In this order: otherwise the planner reads all consumers of the queue.
             lateral (

@@ -11,6 +11,7 @@ import psycopg
 import pytest
 
 from model.bench import turn_journal
+from sql import test_install
 from sql.helpers import (
     Connection,
     Message,
@@ -115,6 +116,26 @@ def test_an_empty_poll_takes_no_transaction_id(pool: Connection, worker: str | N
     with pool.transaction():
         assert deliver(pool, worker) == []
         assert value(pool, "select pg_current_xact_id_if_assigned()") is None
+
+
+@pytest.mark.parametrize("worker", [None, "w"], ids=["alone", "worker"])
+def test_a_poll_finds_a_tick_of_before_an_upgrade_that_its_sequence_does_not_have(
+    fresh_dsn: str, connect: Callable[..., Connection], worker: str | None
+) -> None:
+    """Up to 0.5 the sequence of ticks was only set to force a tick."""
+    test_install.install_earlier(fresh_dsn, "0.7.0")
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    offer(own, "q")
+    assert ack(own, deliver(own, worker)[0].batch_id) == 1
+    value(own, "update pgque.queue set queue_reader = null returning setval(queue_tick_seq, 1)")
+    sent = send(own, "q")
+    value(own, "select pgque.ticker('q')")
+    value(own, "select setval(queue_tick_seq, 2) from pgque.queue")
+    test_install.install(fresh_dsn)
+    assert ids(deliver(own, worker)) == [sent]
+    value(own, "select pgque.uninstall()")
 
 
 def test_an_open_delivery_uses_only_the_leaf_of_the_journal_that_is_written(
