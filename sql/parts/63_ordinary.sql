@@ -88,6 +88,7 @@ begin
               select r.ev_owner from pgque.retry_queue r
               where r.ev_owner = s.sub_id and r.ev_retry_after >= pgque._due_from(p.pos_due, v_now) and r.ev_retry_after <= v_now
               limit 1) is null as quiet,
+            -- The sequence has the newest tick (see _store_tick).  So a poll reads no table of ticks.
             p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
           from pgque.queue q,
             -- In this order: otherwise the planner reads all consumers of the queue.

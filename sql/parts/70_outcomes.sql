@@ -20,7 +20,10 @@ begin
       and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue))
   ),
   held as (
-    select s.sub_id from pgque.subscriber s where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') for no key update
+    -- After a wait for the lock, the condition on the role holds for the row as it is then.
+    select s.sub_id from pgque.subscriber s
+    where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') and s.sub_role = 'normal'
+    for no key update
   )
   select b.*, (b.sub_role = 'pool' or h.sub_id is not null) and not b.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
       and coalesce(current_setting('pgque.ordinary', true), '') <> 'off' as ordinary,
