@@ -6713,7 +6713,8 @@ begin
         from (
           select s.sub_id, s.sub_role, q.queue_id, q.queue_max_receive_attempts, q.queue_visibility_timeout, %4$s as ordinary,
             %3$s and (select r.ev_owner from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_retry_after <= v_now limit 1) is null as quiet,
-            p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
+            -- The sequence has the newest tick (see _store_tick).  So a poll reads no table of ticks.
+            p.fresh and q.queue_reader = pgque.version() and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
           from pgque.queue q,
             -- In this order: otherwise the planner reads all consumers of the queue.
             lateral (
@@ -8653,7 +8654,10 @@ begin
       and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue))
   ),
   held as (
-    select s.sub_id from pgque.subscriber s where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') for no key update
+    -- After a wait for the lock, the condition on the role holds for the row as it is then.
+    select s.sub_id from pgque.subscriber s
+    where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') and s.sub_role = 'normal'
+    for no key update
   )
   select b.*, (b.sub_role = 'pool' or h.sub_id is not null) and not b.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
       and coalesce(current_setting('pgque.ordinary', true), '') <> 'off' as ordinary,

@@ -182,7 +182,7 @@ create table if not exists pgque.queue (
   queue_reader             text,
   queue_incarnation        uuid
 ) with (fillfactor = 50);
-comment on table pgque.queue is 'The queues with their settings; see set_queue_config().';
+comment on table pgque.queue is 'The queues with their settings; see alter_queue().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
 comment on column pgque.queue.queue_name is 'Name of the queue, 1 to 57 bytes.';
 comment on column pgque.queue.queue_ntables is 'Number of tables that its events rotate through: 3.';
@@ -216,11 +216,11 @@ comment on column pgque.queue.queue_visibility_timeout is
 comment on column pgque.queue.queue_max_receive_attempts is
   'How often a message is delivered to workers before it is given up; expired leases count too. Unit: deliveries.';
 comment on column pgque.queue.queue_drop_policy is
-  'What happens to a message that is given up. dead_letter: it becomes a dead letter, or goes to dead_letter_queue. hold: it becomes a dead letter '
+  'What happens to a message that is given up. dead_letter: it becomes a dead letter, which the ticker forwards to dead_letter_queue. hold: it becomes a dead letter '
   'that dlq_purge() and delete_expired() do not delete. drop: it is deleted, and metrics() counts it.';
 comment on column pgque.queue.queue_dead_letter_queue is
-  'Name of the queue that takes messages that are given up under drop_policy dead_letter; none: they become dead letters. A name that ends in .dlq '
-  'creates that queue. Set it for each queue.';
+  'Name of the queue that the ticker forwards dead letters to, under drop_policy dead_letter; none: they stay. While that queue is full or paused, '
+  'they wait as dead letters; those given up before this setting changed stay. A name that ends in .dlq creates that queue. Set it for each queue.';
 comment on column pgque.queue.queue_retry_backoff is
   'When a rejected message is redelivered, if nack() is called without a time: the n-th retry follows after base * factor ^ (n - 1) seconds, at most '
   'cap seconds. A random share of that time, up to jitter, is subtracted. The value is a JSON object; its defaults are {"base": 1, "factor": 2, '
@@ -369,6 +369,8 @@ comment on table pgque.subscriber is 'Identity of consumers and workers, locked 
 --   pos_open, pos_prune          batches that may be open, and when to check them
 --   pos_lapse                    no lease ends before this
 --   pos_paid                     throughput: paid up to here
+--   pos_due                      which part of the retry queue need not be read (see
+--                                _due_from)
 -- A subconsumer's rows say only when it was heard of.
 create table if not exists pgque.journal (
   journal_id   int not null default 1
@@ -414,25 +416,43 @@ create table if not exists pgque.position (
   pos_prune      int,
   pos_lapse      timestamptz,
   pos_paid       timestamptz,
+  pos_due        tstzrange,
   leaf           int not null
 ) partition by list (leaf);
 comment on table pgque.position is 'Journal of positions; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 
--- Messages of an open batch that have their outcome.  The rows move from leaf to leaf
--- together with the positions.  set_ev_id is the id of a message, or:
---   * 0: the batch is closed
---   * below 0: the end of its lease was moved, to set_until
---   * above 2^62: the message id - 2^62 got its outcome in the retry queue
---   * 2^62 + 2^61 + n: the n messages without an outcome were moved to the retry queue
---   * the highest: its worker got the answer that a message is lost
+-- What became of batches and their messages.  The rows move from leaf to leaf together
+-- with the positions.  set_what:
+--   * outcome: the message set_ev_id has its outcome
+--   * closed: the batch is finished
+--   * moved: those of its messages from the log that had no outcome went to the retry
+--     queue, under its id
+--   * extended: its lease ends at set_until; set_ev_id counts the extensions
+--   * lost: its worker got the answer that a message is lost
+-- The key decides between two sessions that record the same.
+do $$
+begin
+  if to_regtype('pgque.settled_what') is null then
+    create type pgque.settled_what as enum ('outcome', 'closed', 'moved', 'extended', 'lost');
+    -- Up to 0.8, set_ev_id had these meanings by ranges of numbers (see 97_earlier.sql).
+    for v_leaf in 0..1 loop
+      if to_regclass('pgque.settled_' || v_leaf) is not null then
+        execute format('alter table pgque.settled_%s drop constraint settled_%1$s_pkey', v_leaf);
+        execute format('alter table pgque.settled_%s rename to earlier_settled_%1$s', v_leaf);
+      end if;
+    end loop;
+    alter table if exists pgque.settled rename to earlier_settled;
+  end if;
+end
+$$;
 create table if not exists pgque.settled (
   set_batch  bigint not null,
-  set_ev_id  bigint not null,
-  set_sub    int not null,
+  set_ev_id  bigint not null default 0,
   set_until  timestamptz,
-  leaf       int not null
+  leaf       int not null,
+  set_what   pgque.settled_what not null
 ) partition by list (leaf);
-comment on table pgque.settled is 'Messages of open batches that have an outcome. Internal.';
+comment on table pgque.settled is 'What became of batches and their messages. Internal.';
 
 -- Places of the rows of a big window: a cache, see pgque._map_window.
 create table if not exists pgque.window_map (
@@ -477,7 +497,9 @@ create table if not exists pgque.retry_queue (
   ev_batch        bigint,
   ev_worker       text,
   ev_lane         text,
-  constraint retry_queue_pkey primary key (ev_owner, ev_id, ev_queue)
+  -- Not the owner first: on a small table, the planner could choose this index to find the
+  -- messages of an owner that are due, and would read all rows of the owner.
+  constraint retry_queue_pkey primary key (ev_id, ev_owner, ev_queue)
 );
 comment on table pgque.retry_queue is
   'Messages to be redelivered to a consumer, also while a worker has them leased, and delayed messages for every consumer.';
@@ -524,6 +546,7 @@ create table if not exists pgque.dead_letter (
   ev_error        text,
   dl_receives     int not null default 0,
   dl_held         boolean not null default false,
+  dl_forward      int,
   constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
 );
 comment on table pgque.dead_letter is 'Messages that were given up, once for each consumer; see dlq_inspect().';
@@ -784,7 +807,7 @@ declare
 begin
   for v_journal in
     select j.name, j.key, n as leaf
-    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
+    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_what, set_ev_id'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
       ('idempotency', 'idem_queue, idem_key, idem_n'), ('sink_attempt', 'attempt'), ('sink_stage', 'attempt, n'), ('sink_epoch', 'sink_id, epoch, part')) j (name, key)
     cross join generate_series(0, 1) n
   loop
@@ -804,6 +827,8 @@ declare
   v_key  record;
 begin
   perform pgque._add_columns('pgque.queue', 'queue_incarnation uuid');
+  perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
+  perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
   -- A parallel restore loads the tables of an extension in any order, so they refer to
   -- each other without foreign keys.  _need_queue() does their work.
   for v_key in
@@ -815,6 +840,12 @@ begin
   loop
     execute format('alter table %s drop constraint %I', v_key.tab, v_key.name);
   end loop;
+  if (select c.conkey[1] from pg_constraint c where c.conrelid = 'pgque.retry_queue'::regclass and c.conname = 'retry_queue_pkey')
+    = (select a.attnum from pg_attribute a where a.attrelid = 'pgque.retry_queue'::regclass and a.attname = 'ev_owner')
+  then
+    alter table pgque.retry_queue drop constraint retry_queue_pkey,
+      add constraint retry_queue_pkey primary key (ev_id, ev_owner, ev_queue);
+  end if;
   -- No statistics of the retry queue: they may be of a moment in which a consumer had
   -- no rows there.  By them the planner would expect one row where there are thousands.
   if exists (
@@ -834,6 +865,8 @@ comment on column pgque.config.keep_lags is
   'How long consumer_lags() goes back at least; none: lags are not sampled. Set by set_history(''lags'', interval).';
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
+comment on column pgque.dead_letter.dl_forward is
+  'The dead_letter_queue that the loop forwards it to: queue.queue_id; NULL: it stays here.';
 comment on column pgque.queue.queue_tick_gap is
   'Shortest time that the loop leaves between two ticks. With many consumers the loop leaves at least 4 ms for each, but no more than the tick '
   'period for all of them.';
@@ -894,6 +927,10 @@ begin
   if to_regclass('pgque.retry_queue_held') is null then
     create index retry_queue_held on pgque.retry_queue (ev_owner, ev_batch, ev_id) where ev_batch is not null;
   end if;
+  -- Leased messages of which a delivery was lost.  They are few.
+  if to_regclass('pgque.retry_queue_suspect') is null then
+    create index retry_queue_suspect on pgque.retry_queue (ev_owner, ev_worker) where ev_batch is not null and ev_receives > coalesce(ev_retry, 0) + 1;
+  end if;
   if to_regclass('pgque.retry_queue_lane') is null then
     create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;
   end if;
@@ -904,6 +941,10 @@ begin
   end if;
   if to_regclass('pgque.retry_queue_key') is null then
     create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
+  end if;
+  -- A probe of the loop, which finds nothing as a rule.
+  if to_regclass('pgque.dead_letter_forward') is null then
+    create index dead_letter_forward on pgque.dead_letter (dl_forward, dl_id) where dl_forward is not null;
   end if;
   -- A query for a batch compares pos_sub + 0.  Otherwise a plan without statistics also
   -- reads all rows of the consumer in the primary key.

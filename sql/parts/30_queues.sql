@@ -209,7 +209,7 @@ end
 $$;
 comment on function pgque.create_queue(text, jsonb) is
   'Creates a queue and returns 1. Returns 0 and changes nothing if the name is taken. queue_name: 1 to 57 bytes, any characters. config: a JSON '
-  'object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
+  'object of settings as in alter_queue(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
 
 create or replace function pgque._check_queue_name(p_name text) returns void
 language plpgsql as $$
@@ -322,8 +322,9 @@ exception
 end
 $$;
 comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
-  'Sets several settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 '
-  'hour"}; null restores a default. Errors: PQ001 no such queue; PQ005 not an object, unknown setting or invalid value.';
+  'Sets settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 hour"}; '
+  'null restores a default, and periods are intervals. queue_settings() lists the settings with their values, units and meaning. Errors: PQ001 no '
+  'such queue; PQ005 not an object, unknown setting or invalid value.';
 
 -- Notes about a queue: its messages had keys or ttls; some entered the log under an id
 -- that was drawn before (moved); another system ticked it (external).
@@ -453,9 +454,8 @@ $$;
 create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 comment on function pgque.set_queue_config(text, text, text) is
-  'Sets one setting of a queue and returns 1; NULL restores its default. Periods are intervals. The comments on the columns of pgque.queue (column '
-  'queue_NAME) say what each setting does, its unit and its range; queue_config() lists the values in force. Errors: PQ001 no such queue; PQ005 '
-  'unknown setting or invalid value.';
+  'PgQ''s name for alter_queue(), for one setting: sets it and returns 1; NULL restores its default. Errors: PQ001 no such queue; PQ005 unknown '
+  'setting or invalid value.';
 
 create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -474,8 +474,7 @@ begin
 end
 $$;
 comment on function pgque.queue_config(text, pgque.caller) is
-  'Returns the settings of a queue with the values in force, one a row. dead_letter_queue is NULL for a role that has no right to that queue. Errors: '
-  'PQ001 no such queue.';
+  'Earlier form of queue_settings(): returns the settings of a queue with the values in force, one a row. Errors: PQ001 no such queue.';
 
 -- The default of a setting is that of its column, the description is the column's
 -- comment.
@@ -501,7 +500,8 @@ end
 $$;
 comment on function pgque.queue_settings(text, pgque.caller) is
   'Returns the settings of a queue, one a row: the value in force, the default, where the value comes from (queue: set for this queue; all queues: '
-  'set_default_config(); built in), the type, and what the setting does, with its unit. Errors: PQ001 no such queue.';
+  'set_default_config(); built in), the type, and what the setting does, with its unit. The value of dead_letter_queue is NULL for a role that has '
+  'no right to that queue. Errors: PQ001 no such queue.';
 
 create or replace function pgque.set_default_config(param text, value text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

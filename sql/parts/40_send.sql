@@ -599,7 +599,7 @@ begin
     from pgque.subscriber s
     cross join lateral pgque._next_from(pgque._position(s.sub_id)) p
     where s.sub_queue = p_queue_id and s.sub_main is null
-      and not exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_id = p_id)
+      and not exists (select from pgque.retry_queue r where r.ev_owner + 0 = s.sub_id and r.ev_id = p_id)
       and (pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_snapshot)
         or pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_next_snapshot) and p_id <= p.pos_done_id));
 end
@@ -613,32 +613,37 @@ create or replace function pgque.insert_event(
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'Sends one message with the four extra texts of an event, and returns its id. It is PgQ''s name for send(). Errors: PQ001 no such queue; PQ013 '
-  'the queue is paused.';
+  'PgQ''s name for send(): sends one message with the four extra texts of an event, and returns its id. Errors: PQ001 no such queue; PQ013 the '
+  'queue is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
-comment on function pgque.insert_event(text, text, text) is 'The same without the extra texts, which are NULL.';
+comment on function pgque.insert_event(text, text, text) is
+  'PgQ''s name for send(): sends one message, whose extra texts are NULL, and returns its id. Errors: PQ001 no such queue; PQ013 the queue is '
+  'paused.';
 
 create or replace function pgque.send(queue_name text, payload text) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
 comment on function pgque.send(text, text) is
   'Sends one message of type default and returns its id. The payload is kept byte for byte. Every consumer of the queue gets the message after this '
-  'transaction commits and a tick follows. Errors: PQ001 no such queue; PQ013 the queue is paused.';
+  'transaction commits and a tick follows. Errors: PQ001 no such queue; PQ003 the queue is full; PQ013 the queue is paused.';
 
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
-comment on function pgque.send(text, jsonb) is 'The same for JSON, which is stored in its canonical form.';
+comment on function pgque.send(text, jsonb) is
+  'Sends one JSON value as a message of type default and returns its id. The payload is stored in canonical form. Errors: PQ001 no such queue; PQ003 the queue is full; '
+  'PQ013 the queue is paused.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
 comment on function pgque.send(text, text, text, text) is
-  'Sends one message with a type and a partition key, which consumers find in extra1, and returns its id. Errors: as of send(queue_name, payload).';
+  'Earlier form of send(): sends one text with a type and a partition key, which is an option of send() now, and returns the message''s id.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
 comment on function pgque.send(text, text, jsonb, text) is
-  'The same for JSON. Errors: also PQ005 if the key begins with { and may be meant as headers; name the argument headers or partition_key.';
+  'Earlier form of send(): sends one JSON value with a type and a partition key, which is an option of send() now, and returns the message''s id. '
+  'Errors: PQ005 the partition key begins with { and may be meant as headers; name the argument headers or partition_key.';
 
 -- Returns a partition key that is no JSON object.  Headers in its place must not silently
 -- become a partition key.
@@ -682,7 +687,7 @@ language sql as $$
   end
 $$;
 comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
-  'The same for JSON, stored in its canonical form.';
+  'Sends one JSON value as a message and returns its id. The payload is stored in canonical form. The options and the errors are those of a text.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
@@ -690,7 +695,8 @@ create or replace function pgque.send(
 ) returns bigint
 language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
 comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
-  'The same for bytes: consumers get them in payload_bytes, and payload is NULL.';
+  'Sends bytes as one message and returns its id. Consumers get the bytes in payload_bytes, and payload is NULL. The options and the errors are '
+  'those of a text.';
 
 -- Appends one event for each element with one statement, and returns ids in input
 -- order.  Taking the ids first is faster than returning them from the insert.
@@ -746,11 +752,14 @@ $$;
 create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2) $$;
 comment on function pgque.send_batch(text, text[]) is
-  'Sends many texts of type default without options, all or none, and returns their ids in the order of payloads. Errors: as of send().';
+  'Sends many texts of type default without options, all or none, and returns their ids in the order of payloads. Errors: PQ001 no such queue; '
+  'PQ003 the queue is full; PQ005 payloads is NULL; PQ013 the queue is paused.';
 
 create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
-comment on function pgque.send_batch(text, jsonb[]) is 'The same for JSON.';
+comment on function pgque.send_batch(text, jsonb[]) is
+  'Sends many JSON values of type default without options, all or none, and returns their ids in the order of payloads. Errors: PQ001 no such '
+  'queue; PQ003 the queue is full; PQ005 payloads is NULL; PQ013 the queue is paused.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads text[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -764,8 +773,8 @@ language sql as $$
   end
 $$;
 comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many messages, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL; their '
-  'meaning is that of send(). Errors: as of send(); PQ005 also for an array of another length.';
+  'Sends many texts, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL; their '
+  'meaning is that of send(). Errors: those of send(); PQ005 also for an array of another length.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -778,7 +787,8 @@ language sql as $$
     else pgque._send_all($1, $2, $3::pg_catalog.text[], null, $4, $5, $6, $7, $8, $9)
   end
 $$;
-comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is 'The same for JSON.';
+comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'Sends many JSON values, all or none, and returns their ids in the order of payloads. The options and the errors are those of texts.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -787,7 +797,8 @@ create or replace function pgque.send_batch(
 language sql as $$
   select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
 $$;
-comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is 'The same for bytes.';
+comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'Sends many messages of bytes, all or none, and returns their ids in the order of payloads. The options and the errors are those of texts.';
 
 -- Of two senders with one key, the second waits.  If its snapshot does not show the
 -- message of the first, it gets 40001.
@@ -852,7 +863,9 @@ create or replace function pgque.send_idem(
   out event_id bigint, out deduped boolean
 )
 language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
-comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is 'The same for JSON.';
+comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
+  'Sends one JSON value unless a message with the same idem_key was sent to the queue within its ttl. The result, the options and the errors are '
+  'those of a text.';
 
 create or replace function pgque.current_event_table(queue_name text) returns text
 language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

@@ -213,8 +213,8 @@ begin
 end
 $$;
 comment on function pgque.maint_recurring() is
-  'Sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when a message is due. '
-  'maint() calls it too. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Part of maint(): sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when a '
+  'message is due. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Rows of dropped definitions, and all but the newest row of each definition, are not
 -- copied.
@@ -369,7 +369,7 @@ create or replace function pgque.create_recurring(
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, $5::pg_catalog.text, null, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
 comment on function pgque.create_recurring(text, text, text, text, jsonb, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'The same for JSON.';
+  'Creates or changes a recurring message whose payload is JSON. The result, the options and the errors are those of a text.';
 
 create or replace function pgque.create_recurring(
   name text, queue_name text, cron text, type_name text, payload bytea, headers jsonb default null, key text default null,
@@ -378,7 +378,7 @@ create or replace function pgque.create_recurring(
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, null, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
 comment on function pgque.create_recurring(text, text, text, text, bytea, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'The same for bytes.';
+  'Creates or changes a recurring message whose payload is bytes. The result, the options and the errors are those of a text.';
 
 create or replace function pgque.drop_recurring(name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

@@ -242,6 +242,7 @@ declare
   v_count  bigint := 0;
   v_id     int;
 begin
+  perform pgque._forward_letters();
   for v_id in select q.queue_id from pgque.queue q order by case when not v_all then random() end, q.queue_id loop
     exit when v_room < 8;
     if (pgque._look_at(row(v_id, 0, 0, '-infinity', false, false))).ticked then
@@ -254,7 +255,8 @@ begin
 end
 $$;
 comment on function pgque.ticker() is
-  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. If a queue is broken, the call raises a '
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. It first forwards dead letters to the '
+  'queues that dead_letter_queue names. If a queue is broken, the call raises a '
   'warning and ticks the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Returns which of these queues the loop has to check now, by what it knows of them,

@@ -99,36 +99,72 @@ begin
 end
 $$;
 
--- Returns the notes on the log part of a batch: whether it is closed or was moved, how
--- many of its messages have an outcome, how often the end of its lease was moved
--- (negative), and the new end.
-create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
+-- Returns the state of batches that were delivered, in the order of the array:
+--   * lease: the delivery
+--   * place: where its messages without an outcome are: log, or retry for the retry
+--     queue.  Null: the batch is closed.
+--   * settled: how many of its messages have an outcome
+--   * extended, until: how often its lease was extended, and when it ends
+--   * lost: whether its worker got the answer that a message is lost
+-- A batch of which the place is retry stays in that state without messages.  So a batch
+-- is open or not by _is_open().
+create or replace function pgque._states(
+  p_sub int, p_batches bigint[],
+  out token bigint, out lease pgque.position, out place text, out settled bigint, out extended bigint, out until timestamptz, out lost boolean
+) returns setof record
 language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_count  int;
 begin
-  select coalesce(bool_or(s.set_ev_id = 0 or s.set_ev_id between 6917529027641081856 and 9223372036854775806), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
-    (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
-  into closed, settled, moved, until
-  from (select distinct s.set_ev_id, s.set_until from pgque.settled s where s.set_batch = p_batch) s;
+  return query
+  -- Both leaves in one statement: a row may move from one to the other, and be in both.
+  select b.id, l.row,
+    case when w.closed then null when (l.row).pos_fresh > 0 and not w.moved then 'log' else 'retry' end,
+    w.settled, w.extended, coalesce(w.until, (l.row).pos_until), w.lost
+  from pg_catalog.unnest(p_batches) with ordinality b (id, n)
+  cross join lateral (select p as row from pgque.position p where p.pos_batch = b.id and p.pos_sub + 0 = p_sub limit 1) l
+  cross join lateral (
+    select coalesce(bool_or(s.set_what = 'closed'), false) as closed, coalesce(bool_or(s.set_what = 'moved'), false) as moved,
+      coalesce(bool_or(s.set_what = 'lost'), false) as lost, count(distinct s.set_ev_id) filter (where s.set_what = 'outcome') as settled,
+      coalesce(max(s.set_ev_id) filter (where s.set_what = 'extended'), 0) as extended, max(s.set_until) as until
+    from pgque.settled s
+    where s.set_batch = b.id
+  ) w
+  order by b.n;
+  get diagnostics v_count = row_count;
+  if v_count < pg_catalog.cardinality(p_batches) and pgque._old_snapshot() then
+    -- The snapshot may show a delivery in neither leaf: then this fails with 40001.
+    perform pgque._journal_leaf();
+  end if;
 end
 $$;
 
--- Notes messages of a batch as settled (ids above 0), or something about the whole
--- batch (see pgque.settled).  Returns the ids that were new, sorted.  A transaction with
--- an old snapshot writes to both leaves, and gets 40001 if a row that it does not see is
--- there.
-create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
+-- Returns the batches of a list that are still open.  Of a pool, those that it has to
+-- find by its position: the others are found by their messages in the retry queue.
+create or replace function pgque._still_open(p_sub pgque.subscriber, p_batches bigint[]) returns bigint[]
+language sql as $$
+  select array(select s.token from pgque._states(p_sub.sub_id, p_batches) s where s.place = 'log' or s.place = 'retry' and p_sub.sub_role <> 'pool')
+$$;
+
+-- Records something about a batch: about messages, or about all of it (see
+-- pgque.settled).  Returns the ids that were new, sorted; null if there is none.  A
+-- transaction with an old snapshot writes to both leaves, and gets 40001 if a row that it
+-- does not see is there.
+create or replace function pgque._record(
+  p_batch bigint, p_what pgque.settled_what, p_ids bigint[] default '{0}', p_until timestamptz default null, p_leaf int default null
+) returns bigint[]
 language plpgsql as $$
 declare
   v_leaves  int[] := pgque._leaves_for(coalesce(p_leaf, pgque._journal_leaf()));
   v_new     bigint[];
 begin
   if pg_catalog.cardinality(p_ids) * pg_catalog.cardinality(v_leaves) = 1 then
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf) values (p_batch, p_ids[1], p_sub, p_until, v_leaves[1]) on conflict do nothing;
+    insert into pgque.settled (set_batch, set_what, set_ev_id, set_until, leaf) values (p_batch, p_what, p_ids[1], p_until, v_leaves[1]) on conflict do nothing;
     return case when found then p_ids end;
   end if;
   with new as (
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
-    select p_batch, i.id, p_sub, p_until, l.leaf
+    insert into pgque.settled (set_batch, set_what, set_ev_id, set_until, leaf)
+    select p_batch, p_what, i.id, p_until, l.leaf
     from pg_catalog.unnest(p_ids) i (id)
     cross join pg_catalog.unnest(v_leaves) l (leaf)
     on conflict do nothing
@@ -140,16 +176,11 @@ begin
 end
 $$;
 
--- Returns the open batches of a consumer: the delivery from the log, how many of its
--- messages have an outcome, and the end of its lease.
+-- Returns the open batches of a consumer whose messages are in the log.
 create or replace function pgque._held(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language sql as $$
-  select o.token, l, s.settled, coalesce(s.until, l.pos_until)
-  from pg_catalog.unnest(pgque._not_closed((pgque._position(p_sub)).pos_open)) o (token)
-  cross join lateral pgque._lease(p_sub, o.token) l
-  cross join lateral pgque._lease_state(o.token) s
-  where not s.closed and l.pos_fresh > 0
+  select s.token, s.lease, s.settled, s.until from pgque._states(p_sub, (pgque._position(p_sub)).pos_open) s where s.place = 'log'
 $$;
 
 -- Returns those of them whose lease expired and whose messages nobody received since.
@@ -161,29 +192,6 @@ begin
   if p_pos.pos_lapse <= pgque.clock() then
     return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
   end if;
-end
-$$;
-
--- Returns those batches that are not finished.
-create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return array(
-    select o.token
-    from pg_catalog.unnest(p_tokens) with ordinality o (token, n)
-    where not exists (select from pgque.settled s where s.set_batch = o.token and s.set_ev_id = 0)
-    order by o.n);
-end
-$$;
-
--- Returns whether a batch is finished, or its messages from the log were moved to the
--- retry queue.
-create or replace function pgque._is_closed(p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return exists (
-    select from pgque.settled s
-    where s.set_batch = p_batch and (s.set_ev_id = 0 or s.set_ev_id >= 6917529027641081856 and s.set_ev_id < 9223372036854775807));
 end
 $$;
 
@@ -201,11 +209,11 @@ begin
   end if;
   foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
     if v_token = p_pos.pos_batch and p_pos.leaf = p_leaf and p_leaf = 0 then
-      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0);
+      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_what = 'closed');
     elsif v_token = p_pos.pos_batch and p_pos.leaf = p_leaf then
-      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0);
+      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_what = 'closed');
     else
-      continue when pgque._not_closed(array[v_token]) = '{}' or (pgque._lease(p_sub.sub_id, v_token)).pos_sub is null;
+      continue when pgque._still_open(p_sub, array[v_token]) = '{}';
     end if;
     if p_worker is null or (pgque._lease(p_sub.sub_id, v_token)).pos_worker = p_worker then
       return v_token;
@@ -254,71 +262,56 @@ $$;
 create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '', p_places text[] default null) returns text
 language sql as $$
   select pgque._slice_sql(p_sub, p_lease, p_and || pg_catalog.format(
-    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch), p_places => p_places)
+    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)', p_lease.pos_batch), p_places => p_places)
 $$;
 
--- Returns whether a batch still has all of its messages, apart from those that were
--- settled one by one.  It has not if some of them were delivered to another worker or
--- removed, or are just being taken.  Locks those messages that are in the retry queue.
--- The caller holds the batch's lock.  A batch whose delivery was lost in a compaction
--- counts as whole.
+-- Returns whether a worker's batch in the retry queue still has all of its messages,
+-- apart from those that were settled one by one.  It has not if some of them were
+-- delivered to another worker or removed, or are just being taken.  Locks those messages.
+-- The caller holds the batch's lock.
 create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_lease    pgque.position := pgque._lease(p_sub, p_batch);
+  v_state    record;
   v_waiting  bigint;
-  v_settled  bigint;
-  v_moved    bigint;
-  v_lost     boolean;
 begin
+  select s.* into v_state from pgque._states(p_sub, array[p_batch]) s;
+  if v_state.place = 'log' or (select s.sub_role from pgque.subscriber s where s.sub_id = p_sub) <> 'pool' then
+    return true;   -- no other worker can have a part of it
+  end if;
   select count(*) into v_waiting
   from (
     select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
   ) r;
-  -- The number of messages that were settled in the retry queue, the number that was
-  -- moved there, and whether the holder got the answer that one is lost.
-  select count(*) filter (where s.set_ev_id < 6917529027641081856),
-    max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id between 6917529027641081856 and 9223372036854775806),
-    coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
-  into v_settled, v_moved, v_lost
-  from (select distinct s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904) s;
-  if v_lost then
-    return false;
-  elsif v_lease.pos_sub is null then
-    return true;
-  end if;
-  return v_waiting >= v_lease.pos_shelf - v_settled + coalesce(v_moved, 0);
+  return not v_state.lost
+    and v_waiting >= case when (v_state.lease).pos_fresh > 0 then (v_state.lease).pos_done_count else (v_state.lease).pos_shelf end - v_state.settled;
 end
 $$;
 
--- Acknowledges a whole batch.  Messages in the retry queue under its id are done as
--- well: they were not delivered again.  Returns 0 if the batch was closed before, never
--- existed, or is not whole.
+-- Acknowledges a whole batch.  Returns 0 if it is not open, or not whole.
+--
+-- To record that the batch is closed is not enough: its messages may be in the retry
+-- queue, and would be delivered to others.  And a worker's batch there may have been
+-- delivered to others in part: to acknowledge the rest would tell its worker that all is
+-- done.  Such a batch has nothing that could be closed: it is open as long as messages
+-- wait under its id.
 create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_lease  pgque.position;
-  v_count  int := 0;
-  v_done   int := 0;
+  v_place  text;
 begin
   if not pgque._lock_batch(p_sub, p_batch) then
     return 0;
   end if;
-  v_lease := pgque._lease(p_sub.sub_id, p_batch);
-  if p_sub.sub_role <> 'pool' then
-    -- No other worker can have a part of it.
-    if v_lease.pos_sub is null or pgque._not_closed(array[p_batch]) = '{}' or pgque._note(p_batch, p_sub.sub_id, array[0]) is null then
-      return 0;
-    end if;
-    v_done := 1;
-  elsif not pgque._still_whole(p_sub.sub_id, p_batch) then
+  select s.place into v_place from pgque._states(p_sub.sub_id, array[p_batch]) s;
+  if v_place is null or not pgque._still_whole(p_sub.sub_id, p_batch) then
     return 0;
-  elsif v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
-    v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub.sub_id, array[0])), 0);
   end if;
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
-  get diagnostics v_count = row_count;
-  return (v_count + v_done > 0)::int;
+  if p_sub.sub_role = 'pool' and v_place = 'retry' then
+    return found::int;
+  end if;
+  return (pgque._record(p_batch, 'closed') is not null)::int;
 end
 $$;
 
@@ -345,10 +338,10 @@ begin
   using p_sub, p_due, v_token, case when v_token is not null then coalesce(p_worker, p_lease.pos_worker) end, p_deliveries;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
-    -- The primary key finds outcomes that this snapshot does not see.  These messages
-    -- have none, so the rows noted for this check are undone.
+    -- This snapshot may not see that the batch was closed, or that a message has its
+    -- outcome: the primary key finds it out.  The rows for this check are undone.
     begin
-      perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
+      perform pgque._record(p_lease.pos_batch, 'closed'), pgque._record(p_lease.pos_batch, 'outcome', array(
         select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token));
       perform pgque._let_go();
     exception
@@ -356,7 +349,7 @@ begin
         null;
     end;
   end if;
-  perform pgque._note(p_lease.pos_batch, p_sub.sub_id, case when p_sub.sub_role = 'pool' then array[0::bigint] end || (6917529027641081856 + v_count));
+  perform pgque._record(p_lease.pos_batch, 'moved');
   return v_count;
 end
 $$;
@@ -379,9 +372,9 @@ begin
       -- The server has room for some thousand locks.  The next call continues.
       v_tried := v_tried + 1;
       if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' then
-        v_state := pgque._lease_state(v_held.token);
-        continue when v_state.closed;
-        v_held.until := coalesce(v_state.until, (v_held.lease).pos_until);
+        select s.place, s.until into v_state from pgque._states(p_sub.sub_id, array[v_held.token]) s;
+        continue when v_state.place is distinct from 'log';
+        v_held.until := v_state.until;
         if v_held.until <= p_now then
           perform pgque._shelve(p_sub, v_held.lease, p_now);
           continue;
@@ -394,7 +387,7 @@ begin
     v_lapse := least(v_lapse, v_held.until);
   end loop;
   if p_sub.sub_role <> 'pool' then
-    v_open := pgque._not_closed(p_pos.pos_open);   -- with those from the retry queue, which are redelivered
+    v_open := pgque._still_open(p_sub, p_pos.pos_open);   -- with those from the retry queue, which are redelivered
   end if;
   p_pos.pos_open := v_open;
   p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
@@ -418,8 +411,8 @@ begin
     insert into pgque.position
     select (pgque._in_leaf(l, p_cur)).* from pgque._lease(p_sub.sub_id, v_token) l where l.pos_sub is not null
     on conflict do nothing;
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
-    select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, p_cur from pgque.settled s where s.set_batch = v_token
+    insert into pgque.settled (set_batch, set_what, set_ev_id, set_until, leaf)
+    select s.set_batch, s.set_what, s.set_ev_id, s.set_until, p_cur from pgque.settled s where s.set_batch = v_token
     on conflict do nothing;
   end loop;
 end
@@ -430,17 +423,19 @@ create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) 
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.leaf = p_cur);
+  v_place  text;
 begin
-  if (pgque._lease(p_sub, p_batch)).pos_sub is null then
+  select s.place into v_place from pgque._states(p_sub, array[p_batch]) s;
+  if not found then
     return true;
-  elsif pgque._not_closed(array[p_batch]) = '{}' then
+  elsif v_place is null then
     -- The row that closes a batch must be in each leaf that has its delivery.
-    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.leaf = p_cur);
+    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'closed' and s.leaf = p_cur);
   end if;
   return v_there
     and not exists (
-      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf <> p_cur
+      select s.set_what, s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf <> p_cur
       except
-      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf = p_cur);
+      select s.set_what, s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf = p_cur);
 end
 $$;

@@ -309,7 +309,7 @@ $$;
 create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
 language plpgsql as $$
 begin
-  perform pgque._note(p_batch, p_sub.sub_id, array[0]);
+  perform pgque._record(p_batch, 'closed');
   perform pgque._hand_back(p_sub, p_batch);
 end
 $$;

@@ -39,8 +39,8 @@ language sql immutable as $$
   select pg_catalog.format(
     'select p.pos_lapse, case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_tick else p.pos_tick end as tick,'
     ' p.pos_next_tick is null or p.pos_fresh > 0 and p.pos_last_id is null as fresh,'
-    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_ev_id = 0) is null then p.pos_open'
-    ' else pg_catalog.array_remove(p.pos_open, p.pos_batch) end as open%3$s'
+    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_what = ''closed'') is null then p.pos_open'
+    ' else pg_catalog.array_remove(p.pos_open, p.pos_batch) end as open, p.pos_due%3$s'
     ' from pgque.position_%1$s p where p.pos_sub = %2$s order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
 $$;
 
@@ -63,6 +63,7 @@ $$;
 --   * idle: nothing can be delivered
 --   * locked: the consumer is locked, and an ordinary delivery may follow
 --   * sub, queue, attempts, lease: the consumer, and what its delivery needs to know
+--   * looked: when it read which messages of the retry queue are due
 -- All is null if the call fits no consumer, or the other leaf is written.
 do $leaves$
 begin
@@ -71,17 +72,23 @@ begin
       $template$
       create or replace function pgque._poll_%1$s(
         p_queue text, p_consumer text, p_worker text, p_caller name,
-        out idle boolean, out locked boolean, out sub int, out queue int, out attempts int, out lease interval
+        out idle boolean, out locked boolean, out sub int, out queue int, out attempts int, out lease interval,
+        out looked timestamptz
       )
       language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
       declare
         v_now  timestamptz := pgque.clock();
       begin
+        looked := v_now;
         select l.quiet and l.read, h.sub_id is not null, l.sub_id, l.queue_id, l.queue_max_receive_attempts, l.queue_visibility_timeout
         into idle, locked, sub, queue, attempts, lease
         from (
           select s.sub_id, s.sub_role, q.queue_id, q.queue_max_receive_attempts, q.queue_visibility_timeout, %4$s as ordinary,
-            %3$s and (select r.ev_owner from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_retry_after <= v_now limit 1) is null as quiet,
+            %3$s and (
+              select r.ev_owner from pgque.retry_queue r
+              where r.ev_owner = s.sub_id and r.ev_retry_after >= pgque._due_from(p.pos_due, v_now) and r.ev_retry_after <= v_now
+              limit 1) is null as quiet,
+            -- The sequence has the newest tick (see _store_tick).  So a poll reads no table of ticks.
             p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
           from pgque.queue q,
             -- In this order: otherwise the planner reads all consumers of the queue.
@@ -153,7 +160,7 @@ begin
     perform pgque._compile(pg_catalog.format(
       $template$
       create or replace function pgque._ordinary_%1$s_%2$s(
-        p_sub int, p_max bigint, p_bytes bigint, p_worker text, p_lease interval, p_attempts int, p_queue text
+        p_sub int, p_max bigint, p_bytes bigint, p_worker text, p_lease interval, p_attempts int, p_queue text, p_looked timestamptz
       ) returns setof pgque.delivery
       language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
       declare
@@ -163,7 +170,7 @@ begin
       begin
         return query
         with w as materialized (
-          select p.pos_seq, p.pos_high, p.pos_skipped, p.pos_prune, p.pos_lapse, p.pos_paid, p.open, p.tick, p.snapshot, p.event_seq, p.done_id,
+          select p.pos_seq, p.pos_high, p.pos_skipped, p.pos_prune, p.pos_lapse, p.pos_paid, p.pos_due, p.open, p.tick, p.snapshot, p.event_seq, p.done_id,
             case when p.fresh then n.tick_id else p.pos_next_tick end as next_tick,
             case when p.fresh then n.tick_snapshot else p.pos_next_snapshot end as next_snapshot,
             case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end as next_event_seq,
@@ -199,11 +206,12 @@ begin
           insert into pgque.position_%2$s (
             pos_sub, pos_seq, pos_time, pos_tick, pos_snapshot, pos_event_seq, pos_next_tick, pos_next_snapshot, pos_next_event_seq, pos_done_id,
             pos_last_id, pos_batch, pos_last_batch, pos_done_count, pos_high, pos_skipped, pos_worker, pos_until, pos_fresh, pos_shelf,
-            pos_open, pos_prune, pos_lapse, pos_paid)
+            pos_open, pos_prune, pos_lapse, pos_paid, pos_due)
           select p_sub, w.pos_seq + 1, v_now, w.tick, w.snapshot, w.event_seq, w.next_tick, w.next_snapshot, w.next_event_seq, w.done_id,
             c.last_id, w.token, w.token, least(c.n, p_max), w.pos_high, w.pos_skipped, p_worker, v_until, least(c.n, p_max), 0,
             w.open || w.token, coalesce(w.pos_prune, 64),
-            case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid
+            case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid,
+            pgque._looked(w.pos_due, p_looked)
           from (
             select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id order by m.ev_id))[p_max] end as last_id,
               count(m.ev_key) + count(m.ev_expires) as optional,
@@ -228,8 +236,8 @@ $function$;
 
 -- _done_0 and _done_1: acknowledge a batch that was delivered from the log, in one
 -- statement.  Each uses one leaf of the journal.  Returns false, and changes nothing, if
--- the batch is not there, has messages in the retry queue, or is closed.  The caller has
--- the batch's lock.
+-- the batch is not there, was moved to the retry queue, or is closed.  The caller has the
+-- batch's lock.
 do $leaves$
 begin
   for n in 0..1 loop
@@ -238,12 +246,12 @@ begin
       create or replace function pgque._done_%1$s(p_batch bigint, p_sub int) returns boolean
       language plpgsql as $body$
       begin
-        insert into pgque.settled_%1$s (set_batch, set_ev_id, set_sub)
-        select p_batch, 0, p_sub
+        insert into pgque.settled_%1$s (set_batch, set_what)
+        select p_batch, 'closed'
         from pgque.position_%1$s p
         where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.pos_fresh > 0 and p.pos_shelf = 0
           and (select j.journal_cur from pgque.journal j where j.journal_id = 1) = %1$s
-          and (select r.ev_owner from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch limit 1) is null
+          and (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p_batch and z.set_what = 'moved') is null
         limit 1
         on conflict do nothing;
         return found;

@@ -48,8 +48,8 @@ begin
     if v_poll.idle then
       return;
     elsif v_poll.locked and $3 <= 1000 then
-      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || v_leaf || '($1, $2, $3, $4, $5, $6, $7)'
-      using v_poll.sub, $3::bigint, $7, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1;
+      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || v_leaf || '($1, $2, $3, $4, $5, $6, $7, $8)'
+      using v_poll.sub, $3::bigint, $7, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1, v_poll.looked;
       if found then
         return;
       end if;
@@ -75,7 +75,7 @@ begin
   end if;
 
   if v_turn.due and v_room > 0 then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7);
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7, lower(v_pos.pos_due));
     if v_pos.pos_shelf is null then
       v_pos.pos_shelf := 0;
       v_room := 0;
@@ -216,14 +216,20 @@ begin
   leaf := pgque._journal_leaf();
   pos := pgque._position(sub.sub_id, leaf);
   open := pgque._open_batch_of(sub, pos, p_worker, leaf);
-  select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
+  select q as queue, (
+      select r.ev_retry_after
+      from pgque.retry_queue r
+      where r.ev_owner = sub.sub_id and r.ev_retry_after >= pgque._due_from(pos.pos_due, v_now) and r.ev_retry_after <= v_now
+      order by r.ev_retry_after
+      limit 1) as due,
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
       where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
         and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
   into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
-  due := v_found.due;
+  due := v_found.due is not null;
+  pos.pos_due := pgque._looked(pos.pos_due, v_now, v_found.due);
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
   end if;
@@ -257,7 +263,9 @@ begin
   end if;
   v_pos := pgque._next_from(v_pos);
   if v_pos.pos_next_tick is not null or v_now >= v_pos.pos_lapse
-    or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+    or exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= pgque._due_from(v_pos.pos_due, v_now) and r.ev_retry_after <= v_now)
   then
     return false;
   end if;
@@ -341,10 +349,11 @@ $$;
 create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
+  v_state  record;
 begin
-  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    return query execute pgque._delivery_sql(pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease))) using p_batch, p_queue.queue_name;
+  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' then
+    return query execute pgque._delivery_sql(pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_state.lease))) using p_batch, p_queue.queue_name;
   else
     return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
   end if;
@@ -355,7 +364,7 @@ $$;
 create or replace function pgque._done_with(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
 language plpgsql as $$
 begin
-  perform pgque._note(p_batch, p_sub.sub_id, array[0]);
+  perform pgque._record(p_batch, 'closed');
   p_pos := pgque._next_from(p_pos);
   p_pos.pos_open := pg_catalog.array_remove(p_pos.pos_open, p_batch);
   return p_pos;
@@ -367,10 +376,11 @@ $$;
 create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_batch bigint) returns text
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
+  v_state  record;
 begin
-  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease));
+  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' then
+    return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_state.lease));
   end if;
   return pg_catalog.format(
     'select null::int as slot, null::int as ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, r.ev_type, r.ev_data, r.ev_extra1, r.ev_extra2, r.ev_extra3,'

@@ -118,7 +118,7 @@ begin
       where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _among()
   end if;
   if v_found.skip is not null and (ids is not null or p_passed is null) then
-    perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
+    perform pgque._record(p_token, 'outcome', v_found.skip);
   end if;
   if ids is not null then
     rows := pgque._delivery_sql(pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos)), ' where ($3)[pg_catalog.width_bucket(e.ev_id, $3)] = e.ev_id');
@@ -180,21 +180,22 @@ $$;
 
 -- Locks messages of a consumer in the retry queue that are due, without those in p_but.
 -- p_receives null: any of them; -1: those without an expired lease; else those with an
--- expired lease and p_receives deliveries.
-create or replace function pgque._due(p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int)
+-- expired lease and p_receives deliveries.  None is due before p_from.
+create or replace function pgque._due(p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int, p_from timestamptz default '-infinity')
 returns pgque.retry_queue[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   if p_sub.sub_keyed then
     return array(
-      select r from pg_catalog.unnest(pgque._heads_of_lanes(p_sub, p_max, p_now, p_but)) r
+      select r from pg_catalog.unnest(pgque._heads_of_lanes(p_sub, p_max, p_now, p_but, p_from)) r
       where p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end);
   end if;
   return array(
     select pgque._slim_waiting(r)
     from (
       select r.* from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now
+        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
         and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
       order by r.ev_retry_after, r.ev_id
       limit p_max
@@ -207,9 +208,11 @@ $$;
 -- that expired, or whose attempts are used up, are removed instead.  A message with an
 -- expired lease may be poison: other messages are not delivered with it.  Returns null
 -- if the worker has to finish what it holds first.  It waits for a visibility timeout at
--- most, since a name that many processes share may always hold something.
+-- most, since a name that many processes share may always hold something.  No message is
+-- due before p_from.
 create or replace function pgque._take_waiting(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz, p_bytes bigint default null
+  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz, p_bytes bigint default null,
+  p_from timestamptz default '-infinity'
 ) returns int
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -227,7 +230,7 @@ begin
   for v_try in 0..99 loop
     -- The first message decides how many are delivered together.  The others stay
     -- unlocked, since their holder may be about to acknowledge them.
-    v_rows := pgque._due(p_sub, 1, v_now, v_busy, null);
+    v_rows := pgque._due(p_sub, 1, v_now, v_busy, null, p_from);
     exit when pg_catalog.cardinality(v_rows) = 0;
     v_lapsed := v_rows[1].ev_batch is not null;
     if p_sub.sub_role = 'pool' and pgque._is_suspect(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
@@ -244,7 +247,7 @@ begin
       v_look := greatest(v_look, 1000);
     end if;
     if v_look > 1 then
-      v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end);
+      v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end, p_from);
       if p_max > 1 then
         v_rows := array(
           select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts) or r.ev_expires <= v_now);
@@ -266,7 +269,7 @@ begin
         from (
           select i.id, i.n, sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by i.n) as bytes
           from pg_catalog.unnest(v_ids) with ordinality i (id, n)
-          cross join lateral (select e.* from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) e
+          cross join lateral (select e.* from pgque.retry_queue e where e.ev_owner + 0 = p_sub.sub_id and e.ev_id = i.id offset 0) e
         ) s
         where s.n = 1 or s.bytes <= p_bytes
         order by s.n);
@@ -276,7 +279,7 @@ begin
       with found as materialized (
         select f.ctid
         from pg_catalog.unnest(v_ids) i (id)
-        cross join lateral (select e.ctid from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) f
+        cross join lateral (select e.ctid from pgque.retry_queue e where e.ev_owner + 0 = p_sub.sub_id and e.ev_id = i.id offset 0) f
       )
       update pgque.retry_queue r
       set ev_batch = p_token, ev_worker = p_worker, ev_retry_after = p_until, ev_receives = r.ev_receives + 1
@@ -314,11 +317,11 @@ begin
       continue when v_row.ev_id is null;
     end if;
     if v_row.ev_expires <= p_now or p_sub.sub_role = 'pool' and v_row.ev_receives >= p_queue.queue_max_receive_attempts then
-      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id returning r.* into v_gone;
+      delete from pgque.retry_queue r where r.ev_owner + 0 = v_row.ev_owner and r.ev_id = v_row.ev_id returning r.* into v_gone;
       if v_row.ev_expires <= p_now then
         perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
       else
-        perform pgque._bury(p_queue, p_sub, v_gone, coalesce(case when v_gone.ev_batch is null then v_gone.ev_error end, 'receive attempts used up'));
+        perform pgque._give_up(p_queue, p_sub, v_gone, coalesce(case when v_gone.ev_batch is null then v_gone.ev_error end, 'receive attempts used up'));
       end if;
     else
       v_good := v_good || v_row;

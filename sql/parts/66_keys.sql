@@ -153,14 +153,14 @@ declare
   v_claim  record := pgque._claim(p_queue, array[pgque._event(p_row)]);
 begin
   if p_row.ev_id = any (v_claim.gone) then
-    delete from pgque.retry_queue r where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id;
+    delete from pgque.retry_queue r where r.ev_owner + 0 = p_row.ev_owner and r.ev_id = p_row.ev_id;
     return null;
   elsif p_row.ev_id = any (v_claim.busy) then
     return null;
   end if;
   perform pgque._seal(p_queue.queue_id, v_claim.rows);
   perform pgque._refresh_waiting(p_queue.queue_id, null, array[p_row.ev_id]);
-  p_row.ev_expires := (select r.ev_expires from pgque.retry_queue r where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id);
+  p_row.ev_expires := (select r.ev_expires from pgque.retry_queue r where r.ev_owner + 0 = p_row.ev_owner and r.ev_id = p_row.ev_id);
   return p_row;
 end
 $$;

@@ -97,7 +97,7 @@ create or replace function pgque.subscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
 ) returns int
 language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
-comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is 'The same as register_subconsumer().';
+comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is 'Earlier name of register_subconsumer().';
 
 create or replace function pgque.unregister_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
@@ -121,7 +121,7 @@ begin
         'Finish the batch, or pass batch_handling => 1 to reject its messages.');
     end if;
     perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
-    perform pgque._note(v_batch, v_main.sub_id, array[0]);
+    perform pgque._record(v_batch, 'closed');
   end if;
   delete from pgque.subscriber s where s.sub_id = v_sub;
   return 1;
@@ -136,7 +136,7 @@ create or replace function pgque.unsubscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
 ) returns int
 language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
-comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The same as unregister_subconsumer().';
+comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'Earlier name of unregister_subconsumer().';
 
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -189,18 +189,18 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_pos    pgque.position := pgque._next_from(pgque._position(p_main.sub_id));
   v_token  bigint := pgque._new_batch_id(v_pos);
-  v_lease  pgque.position;
+  v_state  record;
   v_fresh  bigint := 0;
 begin
-  v_lease := pgque._lease(p_main.sub_id, p_batch);
-  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    v_fresh := pgque._shelve(p_main, v_lease, 'infinity', v_token, p_worker, p_deliveries);
+  select s.* into v_state from pgque._states(p_main.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' then
+    v_fresh := pgque._shelve(p_main, v_state.lease, 'infinity', v_token, p_worker, p_deliveries);
   end if;
   update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
   where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
   get diagnostics v_pos.pos_shelf = row_count;
   v_pos.pos_shelf := v_pos.pos_shelf + v_fresh;
-  perform pgque._note(p_batch, p_main.sub_id, array[0]);
+  perform pgque._record(p_batch, 'closed');
   v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
   perform pgque._delivered(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);
 end

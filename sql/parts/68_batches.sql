@@ -25,7 +25,7 @@ begin
   end if;
   v_token := pgque._new_batch_id(v_pos);
   if v_turn.due then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, 10000, $3, v_turn.until);
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, 10000, $3, v_turn.until, p_from => lower(v_pos.pos_due));
   end if;
   if v_pos.pos_shelf = 0 then
     if v_pos.pos_done_id is null then
@@ -162,15 +162,15 @@ begin
 end
 $$;
 
--- Returns whether a batch is open in any way.
+-- Returns whether a batch is open.  A worker's batch in the retry queue is, as long as it
+-- has a message there; any other, until it is finished.
 create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
-  if p_sub.sub_role <> 'pool' then
-    return (pgque._lease(p_sub.sub_id, p_batch)).pos_sub is not null and pgque._not_closed(array[p_batch]) <> '{}';
-  end if;
-  return ((pgque._lease(p_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
-    or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch);
+  return exists (
+    select from pgque._states(p_sub.sub_id, array[p_batch]) s
+    where s.place = 'log' or s.place = 'retry' and (p_sub.sub_role <> 'pool' or exists (
+      select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch)));
 end
 $$;
 
@@ -180,12 +180,13 @@ create or replace function pgque._open_sql(p_batch bigint) returns text
 language plpgsql as $$
 declare
   v_sub    pgque.subscriber := pgque._batch_owner(p_batch);
-  v_lease  pgque.position := pgque._lease(v_sub.sub_id, p_batch);
+  v_state  record;
 begin
-  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) and exists (
+  select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' and exists (
     select from pgque.queue q where q.queue_id = v_sub.sub_queue and not pgque._keyed(q) and not pgque._expiring(q))
   then
-    return pgque._slice_sql(v_sub, v_lease);
+    return pgque._slice_sql(v_sub, v_state.lease);
   end if;
   perform pgque._open_lease(v_sub, p_batch);
   return pgque._batch_sql(v_sub, p_batch);
@@ -251,7 +252,9 @@ create or replace function pgque.get_batch_cursor(
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
-comment on function pgque.get_batch_cursor(bigint, text, int) is 'The same without extra_where.';
+comment on function pgque.get_batch_cursor(bigint, text, int) is
+  'Opens a cursor over an open batch and returns its first quick_limit events, without a condition on them. Fetch the rest from cursor_name in the '
+  'same transaction. Errors: PQ012 the batch is not open.';
 
 create or replace function pgque.get_batch_info(
   batch_id bigint, caller pgque.caller default current_user,

@@ -42,7 +42,7 @@ $$;
 -- and most are not the first of their lane, it reads each lane, and the messages
 -- without one.
 create or replace function pgque._heads_of_lanes(
-  p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[]
+  p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_from timestamptz default '-infinity'
 )
 returns pgque.retry_queue[]
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -60,7 +60,7 @@ begin
   into v_count, v_lanes, v_free
   from (
     select r.ev_id, r.ev_lane from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000) r;
+    where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000) r;
   if v_count = 1000 then
     v_lanes := array(
       with recursive lane (lane) as (
@@ -74,7 +74,9 @@ begin
       select l.lane from lane l where l.lane is not null);
     v_free := array(
       select r.ev_id from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
+      where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now
+      order by r.ev_retry_after
+      limit 1000);
   end if;
   -- One index lookup for each key and for each message, whatever the planner expects.
   return array(
@@ -89,7 +91,7 @@ begin
         union all
         select f.place
         from pg_catalog.unnest(v_free) i (id)
-        cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner = p_sub.sub_id and f.ev_id = i.id offset 0) f
+        cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner + 0 = p_sub.sub_id and f.ev_id = i.id offset 0) f
       ) found
       join pgque.retry_queue r on r.ctid = found.place
       where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true

@@ -20,7 +20,10 @@ begin
       and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue))
   ),
   held as (
-    select s.sub_id from pgque.subscriber s where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') for no key update
+    -- After a wait for the lock, the condition on the role holds for the row as it is then.
+    select s.sub_id from pgque.subscriber s
+    where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') and s.sub_role = 'normal'
+    for no key update
   )
   select b.*, (b.sub_role = 'pool' or h.sub_id is not null) and not b.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
       and coalesce(current_setting('pgque.ordinary', true), '') <> 'off' as ordinary,
@@ -100,22 +103,22 @@ begin
   -- wait.
   perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
   perform pgque._lock_batch(v_sub, p_batch);
-  v_lease := pgque._lease(v_sub.sub_id, p_batch);
-  v_state := pgque._lease_state(p_batch);
-  if v_lease.pos_fresh > 0 and not v_state.closed and pgque._old_snapshot() then
+  select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
+  v_lease := v_state.lease;
+  if v_state.place = 'log' and pgque._old_snapshot() then
     -- A row lock finds out whether the snapshot is too old.
-    perform pgque._shelve(v_sub, v_lease, coalesce(v_state.until, v_lease.pos_until));
-    v_state.closed := true;
+    perform pgque._shelve(v_sub, v_lease, v_state.until);
+    v_state.place := 'retry';
   end if;
-  if v_lease.pos_fresh > 0 and not v_state.closed then
+  if v_state.place = 'log' then
     v_rows := pgque._span_of_ids_sql(v_sub, v_lease, v_ids);
     execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._among($1, e.ev_id)', v_rows)
     into v_log using v_ids;
     -- A message may be settled in the leaf that is no longer written.
-    v_new := pgque._note(p_batch, v_sub.sub_id, array(
-      select pg_catalog.unnest(v_log) except select s.set_ev_id from pgque.settled s where s.set_batch = p_batch));
-    if v_sub.sub_role = 'pool' and (p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count) then
-      perform pgque._note(p_batch, v_sub.sub_id, array[0]);
+    v_new := pgque._record(p_batch, 'outcome', array(
+      select pg_catalog.unnest(v_log) except select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.set_what = 'outcome'));
+    if v_sub.sub_role = 'pool' and (p_ids is null or v_state.settled + pg_catalog.cardinality(v_new) >= v_lease.pos_done_count) then
+      perform pgque._record(p_batch, 'closed');
     end if;
   end if;
   if p_wait then
@@ -125,7 +128,7 @@ begin
   v_new := array(select n from pg_catalog.unnest(v_new || v_gone) n order by n);
   if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
     -- So the batch is known to be whole apart from them; see _still_whole().
-    perform pgque._note(p_batch, v_sub.sub_id, array(select g.id + 4611686018427387904 from pg_catalog.unnest(v_gone) g (id)));
+    perform pgque._record(p_batch, 'outcome', v_gone);
   end if;
   if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
     return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
@@ -137,7 +140,7 @@ begin
   then
     -- The session that has one of them locked may roll back.  But the caller gets the
     -- answer that it is lost, so an ack of the rest must not finish it.
-    perform pgque._note(p_batch, v_sub.sub_id, array[9223372036854775807]);
+    perform pgque._record(p_batch, 'lost');
   end if;
   return query
     select i.id, i.ok,
@@ -145,15 +148,16 @@ begin
         when i.ok then null
         when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
         when ((select v_log))[pg_catalog.width_bucket(i.id, (select v_log))] = i.id then 'settled already'
-        when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
-        when v_lease.pos_sub is null or v_state.closed then 'batch not open'
+        when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'outcome' and s.set_ev_id = i.id) then 'settled already'
+        -- Which messages a batch had that was moved to the retry queue is no longer known.
+        when v_state.place is null or v_state.place = 'retry' and v_lease.pos_fresh > 0 then 'batch not open'
         when i.taken then 'lost to another worker'
         else 'not in this batch'
       end
     from (
-      select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
+      select u.id,
         (((select v_new))[pg_catalog.width_bucket(u.id, (select v_new))] = u.id) is true as ok,
-        exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
+        exists (select from pgque.retry_queue r where r.ev_owner + 0 = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
       from pg_catalog.unnest(p_ids) u (id)
     ) i;
 end
@@ -194,8 +198,7 @@ begin
     -- Rows that another session has locked are being taken over.
     v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
       ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
-      ' and e.ev_id >= coalesce($4[1], 0) and e.ev_id <= coalesce($4[pg_catalog.cardinality($4)], 9223372036854775807)'
-      ' and ($4 is null or pgque._among($4, e.ev_id))'
+      ' and ($4 is null or e.ev_id between $4[1] and $4[pg_catalog.cardinality($4)] and pgque._among($4, e.ev_id))'
       ' order by e.ev_id for update skip locked),'
       ' gone as (delete from pgque.retry_queue r using found f where r.ctid = f.ctid returning r.*)';
     v_items := 'select g.* from gone g';
@@ -238,7 +241,7 @@ begin
       or (p_sub.sub_role = 'pool' and p_item.ev_receives >= p_queue.queue_max_receive_attempts)))
   then
     p_item.ev_error := coalesce(p_reason, p_item.ev_error);
-    perform pgque._bury(p_queue, p_sub, p_item, coalesce(p_reason, case
+    perform pgque._give_up(p_queue, p_sub, p_item, coalesce(p_reason, case
       when p_what = 'dead' then 'dead'
       when coalesce(p_item.ev_retry, 0) >= p_queue.queue_max_retries then 'retries used up'
       else 'receive attempts used up'
@@ -312,7 +315,7 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
-  'The same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
+  'Earlier form of nack(): rejects one message, for clients that know the ten columns of pgque.message, the row that receive() once returned.';
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -400,7 +403,10 @@ comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller)
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
 language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
-comment on function pgque.event_retry(bigint, bigint, int) is 'The same with a number of seconds from now.';
+comment on function pgque.event_retry(bigint, bigint, int) is
+  'Rejects one event of an open batch: it is redelivered to this consumer after a number of seconds (NULL: as nack() does), however often it '
+  'failed before. Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; '
+  'PQ012 the batch is not open.';
 
 create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

@@ -39,8 +39,9 @@ begin
 end
 $$;
 comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
-  'Sets when the lease on a worker''s batch expires, counted from now; 0 releases the batch. Returns the number of messages still leased, 0 if the '
-  'batch is lost. Errors: PQ005 visibility_timeout is NULL, negative or above 100 years.';
+  'Earlier form of extend(): sets when the lease on a worker''s batch expires, counted from now, so that it can also shorten the lease; 0 releases '
+  'the batch, as release() does. Returns the number of messages still leased, 0 if the batch is lost. Errors: PQ005 visibility_timeout is NULL, '
+  'negative or above 100 years.';
 
 create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -65,8 +66,8 @@ declare
   v_held   int;
 begin
   perform pgque._lock_batch(v_sub, p_batch) where v_sub.sub_id is not null;
-  v_lease := pgque._lease(v_sub.sub_id, p_batch);
-  v_state := pgque._lease_state(p_batch);
+  select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
+  v_lease := v_state.lease;
   with found as materialized (
     select e.ctid from pgque.retry_queue e
     where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
@@ -77,10 +78,10 @@ begin
   from found f
   where r.ctid = f.ctid;
   get diagnostics v_held = row_count;
-  if v_lease.pos_fresh > 0 and not v_state.closed then
-    v_until := case when p_extend then greatest(coalesce(v_state.until, v_lease.pos_until), v_now) else v_now end + p_span;
+  if v_state.place = 'log' then
+    v_until := case when p_extend then greatest(v_state.until, v_now) else v_now end + p_span;
     if p_extend then
-      perform pgque._note(p_batch, v_sub.sub_id, array[v_state.moved - 1], v_until);
+      perform pgque._record(p_batch, 'extended', array[v_state.extended + 1], v_until);
       v_held := v_held + v_lease.pos_done_count - v_state.settled;
     end if;
     if not p_extend then
@@ -101,15 +102,16 @@ $$;
 create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
+  v_state  record;
   v_fresh  bigint := 0;
   v_count  bigint;
 begin
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' then
     if pgque._old_snapshot() then
-      perform pgque._shelve(p_sub, v_lease, pgque.clock());   -- finds the messages by their batch id, so the update counts them
+      perform pgque._shelve(p_sub, v_state.lease, pgque.clock());   -- finds the messages by their batch id, so the update counts them
     else
-      v_fresh := pgque._shelve(p_sub, v_lease, pgque.clock(), 0);
+      v_fresh := pgque._shelve(p_sub, v_state.lease, pgque.clock(), 0);
     end if;
   end if;
   -- A maintenance session that has one of them locked may roll back: this waits for it.
@@ -192,7 +194,7 @@ begin
   if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then
     perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being finished', p_consumer, p_queue), 'Try again.');
   end if;
-  perform pgque._hand_back(v_sub, o.token), pgque._note(o.token, v_sub.sub_id, array[0]) from pg_catalog.unnest(v_open) o (token);
+  perform pgque._hand_back(v_sub, o.token), pgque._record(o.token, 'closed') from pg_catalog.unnest(v_open) o (token);
   perform pgque._end_batches(v_sub);
   update pgque.subscriber s set sub_role = p_to, sub_offsets = false where s.sub_id = v_sub.sub_id;
   perform pgque._did(case p_to when 'pool' then 'share_consumer' else 'unshare_consumer' end, p_queue, pg_catalog.jsonb_build_object('consumer_name', p_consumer));

@@ -54,13 +54,14 @@ begin
         raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
     end;
   end loop;
-  return v_count + pgque._wake(v_now);
+  return v_count + pgque._wake(v_now) + coalesce(pgque._forward_letters(), 0);
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each queue; the next tick delivers them. Retries of consumers that are '
+  'Moves delayed messages that are due into their queues, at most 10,000 of each queue, and dead letters into the queues that dead_letter_queue '
+  'names, at most 1,000 into each; the next tick delivers them. Retries of consumers that are '
   'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
-  'Returns the number of messages that became due.';
+  'Returns the number of messages that became due or were moved.';
 
 -- Notifies the consumers for whom a message became due since the last call, and returns
 -- the number of messages.  Every five seconds it notifies for all messages that are

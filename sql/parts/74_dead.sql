@@ -2,38 +2,26 @@
 -- dead: dead letters
 -- ---------------------------------------------------------------------------
 
--- Gives a message up: the queue's drop_policy decides what becomes of it.
-create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
+-- Gives a message up: the queue's drop_policy decides what becomes of it.  A dead letter
+-- for another queue is stored here too, because the other queue may be full or paused,
+-- and an outcome must not fail or wait for that: _forward_letters() sends it there.
+create or replace function pgque._give_up(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
 language plpgsql as $$
 begin
   if p_queue.queue_drop_policy = 'drop' then
     perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
-    return;
-  elsif p_queue.queue_drop_policy = 'dead_letter' and p_queue.queue_dead_letter_queue is not null then
-    begin
-      perform pgque._send(
-        (select q.queue_name from pgque.queue q where q.queue_id = p_queue.queue_dead_letter_queue), p_item.ev_type, p_item.ev_data,
-        p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
-        coalesce(p_item.ev_headers, '{}') || jsonb_build_object('pgque_dead', jsonb_build_object(
-          'queue', p_queue.queue_name,
-          'consumer', (select c.co_name from pgque.consumer c where c.co_id = p_sub.sub_consumer),
-          'msg_id', p_item.ev_id, 'reason', p_reason, 'receive_count', p_item.ev_receives,
-          'retry_count', coalesce(p_item.ev_retry, 0), 'dead_at', pgque.clock())),
-        p_item.ev_bytes);
-      return;
-    exception
-      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table or object_not_in_prerequisite_state then
-        -- The queue does not take it now (it may be waiting for the end of a restore), or
-        -- no longer exists; the message must not be lost.
-        null;
-    end;
+  else
+    perform pgque._add_dead_letter(p_item, p_sub.sub_consumer, p_reason, p_queue.queue_drop_policy = 'hold',
+      case when p_queue.queue_drop_policy = 'dead_letter' then p_queue.queue_dead_letter_queue end);
   end if;
-  perform pgque._add_dead_letter(p_item, p_sub.sub_consumer, p_reason, p_queue.queue_drop_policy = 'hold');
 end
 $$;
 
 -- Stores a message as a dead letter of a consumer; false if it is one already.
-create or replace function pgque._add_dead_letter(p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean) returns boolean
+-- p_forward: the queue that it is forwarded to.
+create or replace function pgque._add_dead_letter(
+  p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean, p_forward int default null
+) returns boolean
 language plpgsql as $$
 begin
   -- A reader of offsets gets each body of a key that it has not read yet, under one id:
@@ -43,14 +31,96 @@ begin
     where d.dl_queue_id = p_item.ev_queue and d.dl_consumer_id = p_consumer and d.ev_id = p_item.ev_id and d.ev_txid < p_item.ev_txid;
   end if;
   perform pgque._need_queue(p_item.ev_queue);
-  insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,
+  insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, dl_forward, ev_error,
     ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
-  values (p_item.ev_queue, p_consumer, pgque.clock(), p_reason, p_item.ev_receives, p_held, coalesce(p_item.ev_error, p_reason),
+  values (p_item.ev_queue, p_consumer, pgque.clock(), p_reason, p_item.ev_receives, p_held, p_forward, coalesce(p_item.ev_error, p_reason),
     p_item.ev_id, p_item.ev_time, p_item.ev_txid, p_item.ev_retry, p_item.ev_type, p_item.ev_data,
     p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
     p_item.ev_headers, p_item.ev_key, p_item.ev_bytes, p_item.ev_expires)
   on conflict on constraint dead_letter_once do nothing;
   return found;
+end
+$$;
+
+-- Forwards dead letters to the queues that were nominated for them when their messages
+-- were given up.  If a queue does not take them now, because it is full, paused, locked or
+-- not restored completely, they stay for a later call.  Returns how many letters it
+-- forwarded or kept; null if none was waiting.
+create or replace function pgque._forward_letters() returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
+declare
+  v_target  int;
+  v_count   bigint;
+begin
+  for v_target in
+    with recursive target (id) as (
+      select min(d.dl_forward) from pgque.dead_letter d where d.dl_forward is not null
+      union all
+      select (select min(d.dl_forward) from pgque.dead_letter d where d.dl_forward > t.id) from target t where t.id is not null
+    )
+    select t.id from target t where t.id is not null
+  loop
+    v_count := coalesce(v_count, 0);
+    begin
+      v_count := v_count + pgque._forward_letters_to(v_target);
+    exception
+      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table or object_not_in_prerequisite_state
+        or lock_not_available or serialization_failure
+      then
+        null;
+      when others then
+        raise warning 'pgque: dead letters are not forwarded to queue number %: % (%)', v_target, sqlerrm, sqlstate;
+    end;
+  end loop;
+  return v_count;
+exception
+  when lock_not_available then
+    return 0;   -- an upgrade has the table of dead letters
+end
+$$;
+
+-- Forwards the oldest dead letters to one queue.  A letter stays for good if its queue
+-- does not nominate this one any more; a queue that was dropped is nominated by none.
+-- Near max_depth a send counts messages, so then a call forwards few.
+create or replace function pgque._forward_letters_to(p_target int) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_target  pgque.queue;
+  v_most    bigint := 1000;
+  v_count   bigint;
+begin
+  select q.* into v_target from pgque.queue q where q.queue_id = p_target;
+  if v_target.queue_max_depth > 0 then
+    v_most := least(v_most, pgque._room_left(v_target, 1));
+    v_most := case when v_most < 1000 then least(v_most, 10) else v_most end;
+  end if;
+  with found as materialized (
+    select d.dl_id, q.queue_name, (q.queue_dead_letter_queue = p_target and q.queue_drop_policy = 'dead_letter') is true as nominates
+    from pgque.dead_letter d
+    join pgque.queue q on q.queue_id = d.dl_queue_id and not q.queue_restored
+    where d.dl_forward = p_target
+    order by d.dl_id
+    limit v_most
+    for update of d skip locked
+  ),
+  kept as (
+    update pgque.dead_letter d set dl_forward = null from found f where d.dl_id = f.dl_id and not f.nominates
+    returning d.dl_id
+  ),
+  letter as (
+    delete from pgque.dead_letter d using found f where d.dl_id = f.dl_id and f.nominates
+    returning d.*, f.queue_name
+  )
+  select count(pgque._send(v_target.queue_name, l.ev_type, l.ev_data, l.ev_extra1, l.ev_extra2, l.ev_extra3, l.ev_extra4,
+    coalesce(l.ev_headers, '{}') || pg_catalog.jsonb_build_object('pgque_dead', pg_catalog.jsonb_build_object(
+      'queue', l.queue_name,
+      'consumer', (select c.co_name from pgque.consumer c where c.co_id = l.dl_consumer_id),
+      'msg_id', l.ev_id, 'reason', l.dl_reason, 'receive_count', l.dl_receives,
+      'retry_count', coalesce(l.ev_retry, 0), 'dead_at', l.dl_time)),
+    l.ev_bytes)) + (select count(*) from kept)
+  into v_count
+  from (select l.* from letter l order by l.dl_id) l;
+  return v_count;
 end
 $$;
 
@@ -161,7 +231,7 @@ begin
   returning d.* into v_dead;
   if not found then
     perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
-      'List the dead letters: select * from pgque.dlq_inspect(queue); This one was replayed, requeued or purged already.');
+      'List the dead letters: select * from pgque.dlq_inspect(queue); This one was replayed, requeued, purged or forwarded already.');
   end if;
   perform pgque._did(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
   from pgque.queue q

@@ -207,7 +207,7 @@ begin
     perform pgque._turn_journal(v_cur);
     return 1;
   end if;
-  for v_sub in select s.* from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur) for no key update skip locked loop
+  for v_sub in select s.* from pgque.subscriber s where not pgque._has_carried(s.sub_id, v_cur) for no key update skip locked loop
     perform pgque._carry_over(pgque._position(v_sub.sub_id), v_cur);
     perform pgque._carry_leases(v_sub, v_cur);
   end loop;
@@ -221,7 +221,7 @@ begin
     end if;
   end if;
   execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur, case when not v_waits then ' nowait' end);
-  if exists (select from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur)) then
+  if exists (select from pgque.subscriber s where not pgque._has_carried(s.sub_id, v_cur)) then
     return 0;
   end if;
   -- Counters continue.
@@ -237,8 +237,8 @@ begin
   from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
   join pgque.position p on p.leaf = 1 - v_cur and p.pos_sub + 0 = h.ev_owner and p.pos_batch = h.ev_batch
   on conflict do nothing;
-  insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
-  select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, v_cur
+  insert into pgque.settled (set_batch, set_what, set_ev_id, set_until, leaf)
+  select s.set_batch, s.set_what, s.set_ev_id, s.set_until, v_cur
   from (select distinct r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
   join pgque.settled s on s.leaf = 1 - v_cur and s.set_batch = h.ev_batch
   on conflict do nothing;
@@ -252,7 +252,7 @@ end
 $$;
 
 -- Returns whether a leaf has a subscriber's position, and all rows of its open batches.
-create or replace function pgque._is_carried(p_sub int, p_cur int) returns boolean
+create or replace function pgque._has_carried(p_sub int, p_cur int) returns boolean
 language plpgsql as $$
 declare
   v_position  pgque.position := pgque._position_in(p_sub, p_cur);
@@ -325,7 +325,7 @@ begin
   -- together, since a server has no room for thousands of locks.
   v_mine := pgque._hold_batches(p_sub, array(select h.token from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200));
   for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where h.token = any (v_mine) loop
-    if not pgque._is_closed(v_held.token) then
+    if exists (select from pgque._states(p_sub.sub_id, array[v_held.token]) s where s.place = 'log') then
       if p_sub.sub_role <> 'pool' then
         -- A batch whose lease has no end is not kept for longer than other messages.  A
         -- client that acknowledges a dropped message gets the answer that it has its
@@ -336,13 +336,13 @@ begin
       if v_dropped < 10000 then
         v_left := pgque._shelve(p_sub, v_held.lease, v_held.until);
         -- A batch without messages is finished: ack() of it returns 0.
-        perform pgque._note(v_held.token, p_sub.sub_id, array[0]) where v_left = 0 and p_sub.sub_role <> 'pool';
+        perform pgque._record(v_held.token, 'closed') where v_left = 0 and p_sub.sub_role <> 'pool';
       end if;
       v_moved := true;
     end if;
   end loop;
   v_position := pgque._next_from(v_position);
-  v_position.pos_open := pgque._not_closed(v_position.pos_open);
+  v_position.pos_open := pgque._still_open(p_sub, v_position.pos_open);
   if v_position.pos_tick < p_to.tick_id then
     v_moved := true;
     if v_position.pos_next_tick < v_upto.tick_id then
@@ -401,10 +401,10 @@ begin
     if v_event.ev_expires <= pgque.clock() then
       perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
     else
-      perform pgque._bury(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
+      perform pgque._give_up(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
     end if;
   end loop;
-  perform pgque._note(p_position.pos_batch, p_sub.sub_id, v_ids) where p_position.pos_batch is not null;
+  perform pgque._record(p_position.pos_batch, 'outcome', v_ids) where p_position.pos_batch is not null;
   return coalesce(pg_catalog.cardinality(v_ids), 0);
 end
 $$;
@@ -454,7 +454,7 @@ begin
     v_count := v_count + 1;
     select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
     if found then
-      perform pgque._bury(p_queue, v_sub, v_item, 'retention period passed');
+      perform pgque._give_up(p_queue, v_sub, v_item, 'retention period passed');
     end if;
   end loop;
   return (v_count = 10000)::int;
@@ -466,7 +466,7 @@ $$;
 create or replace function pgque._undone_sql(p_sub pgque.subscriber, p_pos pgque.position, p_and text default '') returns text
 language sql stable as $$
   select pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id)
-    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_ev_id = e.ev_id)', '') || p_and,
+    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)', '') || p_and,
     null, pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot))
 $$;
 
@@ -483,7 +483,7 @@ language sql stable as $$
     || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
     || case when p_position.pos_batch is not null then pg_catalog.format(
-      ' and not (exists (select from pgque.settled s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
+      ' and not (exists (select from pgque.settled s where s.set_batch = %1$s and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)'
       ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end || p_and,
     p_tids, pgque._xids(p_position.pos_snapshot, p_snapshot) * p_xids)
 $$;
@@ -601,7 +601,7 @@ begin
   end;
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null loop
     v_pos := pgque._position(v_sub.sub_id);
-    perform pgque._note(o.token, v_sub.sub_id, array[0]) from unnest(v_pos.pos_open) o (token);
+    perform pgque._record(o.token, 'closed') from unnest(v_pos.pos_open) o (token);
     v_pos.pos_open := '{}';
     v_pos.pos_lapse := null;
     v_pos.pos_high := greatest(v_pos.pos_high, v_pos.pos_next_tick);
@@ -671,7 +671,7 @@ language plpgsql as $$
 declare
   v_count  bigint;
 begin
-  delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id and d.ev_expires <= pgque.clock() and not d.dl_held;
+  delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id and d.ev_expires <= pgque.clock() and not d.dl_held and d.dl_forward is null;
   get diagnostics v_count = row_count;
   return v_count;
 end
@@ -712,7 +712,7 @@ begin
 end
 $$;
 comment on function pgque.maint_expire() is
-  'Runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed. Part of maint().';
+  'Part of maint(): runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed.';
 
 create or replace function pgque.set_schedule(job text, every text) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -775,8 +775,8 @@ begin
 end
 $$;
 comment on function pgque.maint_lapsed() is
-  'Gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the consumer. Returns '
-  'their number. Part of maint().';
+  'Part of maint(): gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the '
+  'consumer. Returns their number.';
 
 -- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,
 -- readers and workers of the queue repair it too, and hold some of these locks.
@@ -865,7 +865,7 @@ begin
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
     v_position := pgque._position(v_sub.sub_id);
     v_position.pos_lapse := null;
-    v_position.pos_open := case when v_sub.sub_role = 'pool' then '{}' else pgque._not_closed(v_position.pos_open) end;
+    v_position.pos_open := case when v_sub.sub_role = 'pool' then '{}' else pgque._still_open(v_sub, v_position.pos_open) end;
     perform pgque._append_position(pgque._at_tick(v_position, v_last));
   end loop;
   return true;
@@ -1040,8 +1040,8 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp set j
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
 comment on function pgque.maint_retain(text) is
-  'Moves consumers that lag beyond the queue''s retention_period forward, past messages that they never received, and returns the number of '
-  'consumers moved. get_consumer_info() counts the skipped messages. Errors: PQ001 no such queue.';
+  'Part of maint(): moves consumers that lag beyond the queue''s retention_period forward, past messages that they never received, and returns the '
+  'number of consumers moved. get_consumer_info() counts the skipped messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -1078,7 +1078,7 @@ begin
 end
 $$;
 comment on function pgque.maint_tables() is
-  'Maintains the tables that all queues share. Returns how many steps there were to do; 0 when all is done.';
+  'Part of maint(): maintains the tables that all queues share. Returns how many steps there were to do; 0 when all is done.';
 
 -- Runs one of maint_operations().  A failure is reported, and the next call tries
 -- again.

@@ -284,6 +284,8 @@ declare
   v_nap       pg_catalog.interval;
   v_seen      pg_catalog.text := '';
   v_pump      pg_catalog.timestamptz := v_start;
+  v_letters   pg_catalog.timestamptz := v_start;
+  v_sent      pg_catalog.int8;
   v_mark      pg_catalog.timestamptz;
   v_work      pg_catalog.interval;
   v_ready     pg_catalog.timestamptz := v_start;
@@ -334,9 +336,21 @@ begin
       v_seen := pg_catalog.pg_current_snapshot()::pg_catalog.text;
       v_due := v_state.look_at;
       v_mark := v_began; v_work := '0';
+      if v_began >= v_letters then
+        v_sent := pgque._forward_letters();
+        v_mark := pg_catalog.clock_timestamp();
+        v_work := v_mark - v_began;
+        -- A twentieth of the time is enough, even if a held xmin keeps the index entries of
+        -- many forwarded letters; and a queue that takes no letters now can wait.
+        v_letters := v_mark + greatest(20::pg_catalog.float8 * v_work, case when v_sent = 0 then '1 second'::pg_catalog.interval end);
+        if v_sent is not null then
+          commit and chain;
+          perform pgque._loop_lock();
+        end if;
+      end if;
       if v_state.retries and v_began >= v_pump then
         perform pgque._maint_operation('pgque.maint_retry_events', null), pgque._maint_operation('pgque.maint_recurring', null);
-        v_work := pg_catalog.clock_timestamp() - v_mark;
+        v_work := pg_catalog.clock_timestamp() - v_began;
         -- If the step waited for a lock, or had much to do, the other steps run first.
         v_pump := v_began + case when v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
         commit and chain;
@@ -374,7 +388,7 @@ begin
 end
 $$;
 comment on procedure pgque.ticker_loop(interval) is
-  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves messages that are due, maintains, and commits after each step. A queue ticks as '
+  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves messages that are due, forwards dead letters, maintains, and commits after each step. A queue ticks as '
   'soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command '
   'pgque ticker do. A second loop waits for the first.';
 

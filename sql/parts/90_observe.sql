@@ -1076,7 +1076,9 @@ begin
       ('pgque_queue_bytes', p_bytes),
       ('pgque_queue_rotation_age_seconds', extract(epoch from pgque.clock() - p_queue.queue_switch_time)),
       ('pgque_queue_retries', (select count(*) from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)),
-      ('pgque_queue_dead_letters', (select count(*) from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id)),
+      ('pgque_queue_dead_letters', (
+        select count(*) from pgque.dead_letter d
+        where d.dl_queue_id = p_queue.queue_id and (d.dl_forward is null or d.dl_time < pgque.clock() - interval '1 minute'))),
       ('pgque_queue_consumers', v_back.consumers),
       ('pgque_queue_paused', p_queue.queue_paused::int),
       -- The same as in _health_senders(), far from the limit.
@@ -1453,9 +1455,18 @@ begin
   return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice;
   return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs) h;
   return query
-    select 'dead letters', queue, case when d.n > 0 then 'warn' else 'ok' end, d.n || coalesce(', newest at ' || d.newest, ''),
-      case when d.n > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue) end
-    from (select count(*) as n, max(l.dl_time) as newest from pgque.dead_letter l where l.dl_queue_id = p_queue.queue_id) d;
+    select 'dead letters', queue, case when d.n + d.waiting > 0 then 'warn' else 'ok' end,
+      d.n || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
+      case
+        when d.n > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue)
+        when d.waiting > 0 then 'Resume the queue that dead_letter_queue names, raise its max_depth, or start its consumers.'
+      end
+    from (
+      select count(*) filter (where l.dl_forward is null) as n, max(l.dl_time) filter (where l.dl_forward is null) as newest,
+        count(*) filter (where l.dl_forward is not null and l.dl_time < pgque.clock() - interval '1 minute') as waiting
+      from pgque.dead_letter l
+      where l.dl_queue_id = p_queue.queue_id
+    ) d;
 end
 $$;
 

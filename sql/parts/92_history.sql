@@ -176,7 +176,7 @@ begin
 end
 $$;
 comment on function pgque.maint_lags() is
-  'Takes the samples of consumer_lags(), at most once a minute. Returns 0, since it leaves nothing to do. Part of maint().';
+  'Part of maint(): takes the samples of consumer_lags(), at most once a minute. Returns 0, since it leaves nothing to do.';
 
 create or replace function pgque.set_history(what text, keep interval) returns interval
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

@@ -78,6 +78,71 @@ language sql as $$ select null::pgque.queue from pgque._overtaken() $$;
 create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
 language sql as $$ select pgque._close(s, p_batch) = 1 from pgque.subscriber s where s.sub_id = p_sub $$;
 
+-- For calls that end batches, such as purge(): of what up to 0.8 was noted by numbers,
+-- they note 0, the end of a batch.
+create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
+language sql as $$ select pgque._record(p_batch, case when p_ids = '{0}' then 'closed' else 'outcome' end::pgque.settled_what, p_ids) $$;
+
+create or replace function pgque._is_closed(p_batch bigint) returns boolean
+language sql as $$ select exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what in ('closed', 'moved')) $$;
+
+create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
+language sql as $$ select null::bigint[] from pgque._overtaken() $$;
+
+create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
+language sql as $$ select null::boolean, null::bigint, null::bigint, null::timestamptz from pgque._overtaken() $$;
+
+-- For a compaction that waited: it would copy rows as they were before.  It ends as if
+-- a table were locked, and the next one goes on.
+create or replace function pgque._is_carried(p_sub int, p_cur int) returns boolean
+language plpgsql as $$
+begin
+  raise lock_not_available;
+end
+$$;
+
+-- The journal of outcomes of an earlier version (see 20_tables.sql): set_ev_id was the id of
+-- a message, or:
+--   * 0: the batch is closed.  A worker's batch that was moved was closed too.
+--   * below 0: the end of its lease was moved, to set_until
+--   * above 2^62: the message id - 2^62 got its outcome in the retry queue
+--   * from 2^62 + 2^61: the batch was moved to the retry queue
+--   * the highest: its worker got the answer that a message is lost
+do $$
+begin
+  if to_regclass('pgque.earlier_settled_0') is null then
+    return;
+  end if;
+  perform set_config('jit', 'off', true);
+  -- A transaction with an older snapshot gets 40001.
+  update pgque.journal j set journal_cur = j.journal_cur;
+  for v_leaf in 0..1 loop
+    execute format(
+      $sql$
+      with earlier as (
+        select e.*,
+          case
+            when e.set_ev_id = 0 then 'closed'
+            when e.set_ev_id < 0 then 'extended'
+            when e.set_ev_id = 9223372036854775807 then 'lost'
+            when e.set_ev_id >= 6917529027641081856 then 'moved'
+            else 'outcome'
+          end::pgque.settled_what as what
+        from pgque.earlier_settled_%1$s e
+      )
+      insert into pgque.settled_%1$s (set_batch, set_what, set_ev_id, set_until)
+      select t.set_batch, t.what, case t.what when 'outcome' then t.set_ev_id & 4611686018427387903 when 'extended' then - t.set_ev_id else 0 end, t.set_until
+      from earlier t
+      where not (t.what = 'closed' and exists (select from pgque.subscriber s where s.sub_id = t.set_sub and s.sub_role = 'pool')
+        and exists (select from earlier m where m.set_batch = t.set_batch and m.what = 'moved'))
+      on conflict do nothing
+      $sql$, v_leaf);
+    execute format('drop table pgque.earlier_settled_%s', v_leaf);
+  end loop;
+  drop table if exists pgque.earlier_settled;
+end
+$$;
+
 -- For an ack() that creates a table of the archive, and for a create_queue(), which would
 -- not set the rights on all that it creates.
 create or replace function pgque._keep_from_public(p_relation text) returns void

@@ -32,7 +32,7 @@ language sql immutable as $$
       maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
       get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge dlq_delete dlq_reasons list_actions set_history maint_lags
       _ticked_queues _loop_state _loop_lock _loop_end _loop_sleep _loop_operations _loop_maintain _loop_check _queues_due _look_at _position_of
-      _cursor_sql _event_columns _maint_operation')
+      _cursor_sql _event_columns _maint_operation _forward_letters')
   ) r (name, functions)
   cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)
 $$;

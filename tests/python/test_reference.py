@@ -1,10 +1,11 @@
-"""sql/REFERENCE.md: every public function has a group, a comment that keeps the rules, and an example that runs."""
+"""sql/REFERENCE.md: every public function has a chapter, a comment that keeps the rules, and an example that runs."""
 
 from __future__ import annotations
 
 import re
 import secrets
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -115,6 +116,19 @@ def test_a_public_function_must_have_a_comment(own_dsn: str) -> None:
         list(reference(connection))
 
 
+def test_an_earlier_name_must_name_a_function_that_is_documented(own_dsn: str) -> None:
+    with psycopg.connect(own_dsn) as connection:
+        for named in ("extended", "queue_config"):  # there is no such function; an earlier name itself
+            with pytest.raises(
+                BadReference, match=f"set_visibility says to call {named}, which has no entry"
+            ):
+                connection.execute(
+                    "comment on function pgque.set_visibility(bigint, interval, pgque.caller)"
+                    f" is 'Earlier form of {named}().'".encode()
+                )
+                list(reference(connection))
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -154,6 +168,51 @@ def test_every_link_of_the_reference_leads_to_a_heading() -> None:
         assert (REPOSITORY / "sql" / file).exists(), file
 
 
+def test_every_public_function_is_in_one_chapter(dsn: str) -> None:
+    public = """
+        select p.proname, count(*) from pg_catalog.pg_proc as p
+        where p.pronamespace = 'pgque'::regnamespace and p.proname !~ '^_' group by 1"""
+    with psycopg.connect(dsn) as connection:
+        functions: dict[str, int] = dict(connection.execute(public.encode()).fetchall())
+        page = "\n".join(reference(connection))
+    page = re.sub(r"(?s)Example:\n```sql\n.*?\n```\n", "", page)
+    entries = re.findall(r"(?m)^### (\w+)$", page)
+    assert len(entries) == len(set(entries))
+    # A signature begins a line of a block, or a row of the chapter of earlier names.
+    shown = Counter(
+        re.findall(r"(?m)^(?:call |\| `)?pgque\.(\w+)\(", page.partition("\n## Before the examples\n")[0])
+    )
+    assert shown == functions
+
+
+def test_pages_and_programs_call_documented_names(dsn: str) -> None:
+    with psycopg.connect(dsn) as connection:
+        query = """
+            select distinct p.proname from pg_catalog.pg_proc as p
+            where p.pronamespace = 'pgque'::regnamespace
+              and pg_catalog.obj_description(p.oid, 'pg_proc') ~ '^(Earlier (name|form)|Part) of '
+              and not exists (
+                select from pg_catalog.pg_proc as o where o.pronamespace = p.pronamespace and o.proname = p.proname
+                  and pg_catalog.obj_description(o.oid, 'pg_proc') !~ '^(Earlier (name|form)|Part) of ')"""
+        earlier = {row[0] for row in connection.execute(query.encode())}
+    assert "queue_config" in earlier
+    pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("python/*.md"), *REPOSITORY.glob("python/docs/*.md")]
+    package = [
+        path
+        for path in (REPOSITORY / "python" / "src").rglob("*")
+        if path.suffix in (".py", ".html", ".js") and "__pycache__" not in path.parts
+    ]
+    calls = {
+        (path.name, name)
+        for path in [*pages, *package]
+        if path.name != "CHANGELOG.md"
+        for name in re.findall(r"\bpgque\.(\w+)\(" if path in package else r"\b(\w+)\(", path.read_text())
+        if name in earlier
+    }
+    # The client's method of this name, which no other function can serve
+    assert calls == {("client.py", "set_visibility"), ("client_async.py", "set_visibility")}
+
+
 def test_every_setting_is_in_the_reference(dsn: str) -> None:
     with psycopg.connect(dsn) as connection:
         names = [row[0] for row in connection.execute("select param from pgque._setting_types()")]
@@ -179,7 +238,9 @@ def test_a_comment_begins_with_what_the_caller_gets(dsn: str) -> None:
     assert [
         signature
         for signature, comment in comments.items()
-        if not re.match(r"[A-Z][a-z-]*s\b |The same |PgQ's name for ", comment)
+        if not re.match(
+            r"[A-Z][a-z-]*s\b |PgQ's name for |(Earlier (name|form)|Part) of \w+\(\)[:.]", comment
+        )
     ] == []
     # Words that mean something else in every other queue, or nothing; and errors are listed at the end.
     coined = re.compile(

@@ -130,7 +130,7 @@ def test_the_dead_go_to_a_nominated_queue_that_serves_several(
         outcome(conn, "dead", message.batch_id, [message.msg_id], "broken")
         assert take(conn, source) == []
         dead[source] = message.msg_id
-    tick(conn, grave)
+    settle(conn, grave)
     got = work_off(conn, grave, consumer="undertaker")
     assert [(m.payload, m.type, m.receive_count, m.queue) for m in got] == [
         (f"from {source}", "kind", 1, grave) for source in (a, b)
@@ -152,7 +152,7 @@ def test_the_dead_without_headers_get_some_in_the_nominated_queue(
     offer(conn, subscribed, 2)
     batch = take(conn, subscribed)
     nack_ids(conn, batch[0].batch_id, ids(batch), "0", "text of the error")
-    tick(conn, grave)
+    settle(conn, grave)
     got = work_off(conn, grave)
     assert [m.payload for m in got] == ["1", "2"]
     assert {m.headers["pgque_dead"]["reason"] for m in got} == {"text of the error"}
@@ -172,7 +172,7 @@ def test_names_that_end_in_dlq_are_reserved_and_made_on_demand(
     offer(own, "orders", 1)
     (message,) = take(own, "orders")
     outcome(own, "dead", message.batch_id, [message.msg_id], "x")
-    tick(own, "orders.dlq")
+    settle(own, "orders.dlq")
     assert [m.payload for m in work_off(own, "orders.dlq", consumer="u")] == ["1"]
 
 
@@ -199,7 +199,7 @@ def test_what_dies_in_a_dead_letter_queue_is_a_dead_letter_there(own: Connection
         subscribe(own, name)
     configure_grave(own, "a", "grave")
     bury(own, "a")
-    tick(own, "grave")
+    settle(own, "grave")
     (message,) = take(own, "grave")
     outcome(own, "dead", message.batch_id, [message.msg_id], "again")
     assert dead_letters(own, "grave") == {message.msg_id: "again"}

@@ -152,3 +152,71 @@ def test_lapsed_and_nacked_messages_leave_no_row_once_done(own: Connection) -> N
         if n > before.get(t, 0) + 30 and not t.startswith(("position_", "settled_", "lease"))
     }
     assert unbounded == {}
+
+
+def blocks_of(conn: Connection, query: str) -> int:
+    """Return how many blocks a statement reads, with the statements of its functions."""
+    plan = value(conn, "explain (analyze, buffers, format json) " + query)[0]["Plan"]
+    return int(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
+
+
+def test_dead_retries_under_a_held_xmin_make_no_delivery_read_more(held: Connection) -> None:
+    def look() -> tuple[int, int, int]:
+        """The blocks that a poll, a delivery from the log, and a redelivery read."""
+        found = []
+        poll = "select * from pgque.receive('q', 'c', 100, worker => 'w1')"
+        for _ in range(8):  # a session's first calls plan
+            polled = blocks_of(held, poll)
+            offer(held, "q", 10)
+            delivered = blocks_of(held, poll)
+            batch = value(held, "select pos_last_batch from pgque.position order by pos_seq desc limit 1")
+            assert value(held, "select pgque.release(%s)", batch) == 10
+            found.append((polled, delivered, blocks_of(held, poll)))
+            assert (
+                ack(
+                    held,
+                    value(held, "select pos_last_batch from pgque.position order by pos_seq desc limit 1"),
+                )
+                == 1
+            )
+        return found[-1]
+
+    before = look()
+    for _ in range(8):
+        offer(held, "q", 100)
+        batch = take(held, "q")
+        outcome(held, "nack", batch[0].batch_id, ids(batch), "0")
+        assert len(work_off(held, "q")) == 100
+    move_clock(held, "1 minute")
+    after = look()
+    assert all(a < 1.5 * b for a, b in zip(after, before, strict=True)), (before, after)
+
+
+def test_a_retry_is_found_that_was_committed_long_after_it_was_due(
+    own: Connection, own_dsn: str, transaction: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = offer(own, "q", 1)
+    batch = take(own, "q", "a")
+    nacking = transaction(dsn=own_dsn)
+    outcome(nacking, "nack", batch[0].batch_id, sent, "0")
+    # The clock is moved before the transaction ends: nothing that it stored is visible.
+    move_clock(own, "1 minute")
+    later = offer(own, "q", 1)
+    assert ids(work_off(own, "q", "b")) == later
+    nacking.execute("commit")
+    move_clock(own, "1 minute 6 seconds")
+    assert ids(work_off(own, "q", "b")) == sent
+
+
+def test_a_retry_is_due_by_a_clock_that_was_set_back(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    move_clock(own, "1 hour")
+    sent, later = offer(own, "q", 2)
+    batch = take(own, "q", "a", 1)
+    assert ids(work_off(own, "q", "b", 1)) == [later]
+    move_clock(own, "0")
+    outcome(own, "nack", batch[0].batch_id, [sent], "0")
+    assert ids(take(own, "q", "b")) == [sent]

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,21 @@ from sql.helpers import (
     ack,
     column,
     drain,
+    extend,
     forced_tick,
     ids,
     nack_ids,
+    offer,
+    outcome,
     receive,
     receive_coop,
     refused,
     rows,
     send,
     send_many,
+    set_visibility,
     subscribe,
+    take,
     tick,
     value,
 )
@@ -331,6 +337,72 @@ def test_a_batch_finished_before_an_upgrade_is_not_open_after_it(
         refused("PQ012", rows, own, "select * from pgque.get_batch_events(%s)", batch[0].batch_id)
     assert [ack(own, batch[0].batch_id) for batch in held] == [1, 1]
     assert [ack(own, batch[0].batch_id) for batch in held] == [0, 0]
+
+
+@pytest.mark.parametrize("version", EVERY_EARLIER)
+def test_what_became_of_batches_before_and_during_an_upgrade_counts_after_it(
+    version: str,
+    fresh_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    """Rows of both leaves are converted. Calls that waited for the upgrade go on with their old bodies."""
+    install_earlier(fresh_dsn, version)
+    own, other = connect(fresh_dsn), connect(fresh_dsn, autocommit=False)
+    value(own, "select pgque.create_queue('q')")
+    for name in ("c", "alone", "shared"):
+        subscribe(own, "q", name)
+    offer(own, "q", 20)
+    shared = take(own, "q", "w", 2, consumer="shared")
+    part, longer, moved, shelved, closed, lost = (take(own, "q", f"w{n}", 3, "2 hours") for n in range(6))
+    alone = receive(own, "q", "alone", 3)
+    outcome(own, "ack", part[0].batch_id, ids(part)[:1])
+    for _ in range(2):
+        extend(own, longer[0].batch_id, "1 hour")
+    for batch in (moved, shelved, lost):
+        set_visibility(own, batch[0].batch_id, "3 hours")
+    own.execute("update pgque.journal set journal_cur = 1 - journal_cur")
+    ack(own, closed[0].batch_id)
+    for batch in (moved, alone):
+        nack_ids(own, batch[0].batch_id, ids(batch)[:1], "1 day")
+    other.execute("select from pgque.retry_queue where ev_id = %s for update", [ids(lost)[0]])
+    assert outcome(own, "ack", lost[0].batch_id, ids(lost)[:1]) == {ids(lost)[0]: "lost to another worker"}
+    other.rollback()
+    leases = "select worker, batches, messages, lease_until from pgque.list_workers('q', 'c')"
+    before = rows(own, leases)
+    own.execute("alter function pgque._compact_journal() set lock_timeout = '1min'")
+    with as_owner(fresh_dsn) as upgrade:
+        upgrade.execute(SOURCE)
+        jobs = [
+            background(call, connect(fresh_dsn))
+            for call in (
+                lambda c: extend(c, longer[0].batch_id, "1 hour"),
+                lambda c: outcome(c, "ack", moved[0].batch_id, ids(moved)[1:2]),
+                lambda c: outcome(c, "ack", part[0].batch_id, ids(part)[:2]),
+                lambda c: value(c, "select pgque._compact_journal()"),
+                lambda c: value(c, "select pgque.unshare_consumer('q', 'shared')"),
+            )
+        ]
+        for job in jobs:
+            wait_for_lock(job.pid)
+        assert rows(upgrade, leases) == before
+    assert [job.result() for job in jobs] == [
+        3,
+        {ids(moved)[1]: None},
+        {ids(part)[0]: "settled already", ids(part)[1]: None},
+        0,
+        1,
+    ]
+    assert ack(own, shared[0].batch_id) == 0
+    later = "select lease_until from pgque.list_workers('q', 'c') where worker = 'w1'"
+    assert value(own, later) - before[1][3] == timedelta(hours=1)
+    assert value(own, "select pgque._compact_journal()") == 1
+    assert [m.msg_id for m in receive(own, "q", "alone")] == ids(alone)[1:]
+    assert outcome(own, "ack", moved[0].batch_id, ids(moved)[:1]) == {ids(moved)[0]: "settled already"}
+    tried = [part, longer, moved, shelved, closed, lost, alone]
+    assert [ack(own, batch[0].batch_id) for batch in tried] == [1, 1, 1, 1, 0, 0, 1]
+    assert [ack(own, batch[0].batch_id) for batch in tried] == [0] * len(tried)
 
 
 @pytest.mark.parametrize("version", EARLIER)

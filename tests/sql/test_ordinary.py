@@ -11,6 +11,7 @@ import psycopg
 import pytest
 
 from model.bench import turn_journal
+from sql import test_install
 from sql.helpers import (
     Connection,
     Message,
@@ -18,6 +19,7 @@ from sql.helpers import (
     column,
     forced_tick,
     ids,
+    move_clock,
     nack_ids,
     offer,
     outcome,
@@ -116,6 +118,26 @@ def test_an_empty_poll_takes_no_transaction_id(pool: Connection, worker: str | N
         assert value(pool, "select pg_current_xact_id_if_assigned()") is None
 
 
+@pytest.mark.parametrize("worker", [None, "w"], ids=["alone", "worker"])
+def test_a_poll_finds_a_tick_of_before_an_upgrade_that_its_sequence_does_not_have(
+    fresh_dsn: str, connect: Callable[..., Connection], worker: str | None
+) -> None:
+    """Up to 0.5 the sequence of ticks was only set to force a tick."""
+    test_install.install_earlier(fresh_dsn, "0.7.0")
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    offer(own, "q")
+    assert ack(own, deliver(own, worker)[0].batch_id) == 1
+    value(own, "update pgque.queue set queue_reader = null returning setval(queue_tick_seq, 1)")
+    sent = send(own, "q")
+    value(own, "select pgque.ticker('q')")
+    value(own, "select setval(queue_tick_seq, 2) from pgque.queue")
+    test_install.install(fresh_dsn)
+    assert ids(deliver(own, worker)) == [sent]
+    value(own, "select pgque.uninstall()")
+
+
 def test_an_open_delivery_uses_only_the_leaf_of_the_journal_that_is_written(
     pool: Connection, worker: str | None
 ) -> None:
@@ -178,6 +200,61 @@ def test_a_consumer_that_lags_by_many_ticks_reads_some_of_them(pool: Connection,
             assert value(pool, read) - before <= 110
         assert len(batch) == 1
         assert ack(pool, batch[0].batch_id) == 1
+
+
+# What an ack of a batch of three messages waits for: what the ack then returns, and how many are delivered again.
+WAITS: dict[str | None, dict[str, tuple[int, int]]] = {
+    None: {
+        "select pgque.share_consumer('q', 'c')": (0, 3),
+        "select pgque.register_subconsumer('q', 'c', 'a', true)": (0, 3),
+        "select pgque.unsubscribe('q', 'c')": (0, 0),
+        "select pgque.ack(%(batch)s)": (0, 0),
+        "select pgque.ack(%(batch)s, %(first)s)": (1, 0),
+        "select pgque.release(%(batch)s, %(first)s)": (1, 1),
+    },
+    "w": {
+        "select pgque.unshare_consumer('q', 'c')": (0, 3),
+        "select pgque.reclaim('q', 'c')": (0, 3),
+        "select pgque.release(%(batch)s)": (0, 3),
+        "select pgque.ack(%(batch)s)": (0, 0),
+        "select pgque.ack(%(batch)s, %(first)s)": (1, 0),
+        "select pgque.release(%(batch)s, %(first)s)": (1, 1),
+        "select pgque.set_visibility(%(batch)s, '1 hour')": (1, 0),
+        "select pgque.receive('q', 'c', 1, worker => 'x')": (0, 2),
+    },
+}
+
+
+@pytest.mark.parametrize("worker", WAITS, ids=["alone", "worker"])
+def test_an_ack_that_waited_counts_if_the_batch_is_still_open_and_else_its_messages_are_delivered_again(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    worker: str | None,
+) -> None:
+    other = connect(own_dsn, autocommit=False)
+    for call, (acked, redelivered) in WAITS[worker].items():
+        value(own, "select pgque.create_queue('q')")
+        subscribe(own, "q")
+        sent = offer(own, "q", 3)
+        batch = deliver(own, worker)[0].batch_id
+        if "'x'" in call:
+            move_clock(own, "1 hour")
+        other.execute(call.encode(), {"batch": batch, "first": sent[:1]})
+        waiting = background(lambda c, batch=batch: ack(c, batch), connect(own_dsn))
+        wait_for_lock(waiting.pid)
+        other.commit()
+        assert waiting.result() == acked, call
+        role = value(own, "select max(s.sub_role) from pgque.subscriber s where s.sub_main is null")
+        got: list[int] = []
+        while role and (again := deliver(own, {"normal": None, "pool": "w", "coop_main": "a"}[role])):
+            got += ids(again)
+            assert ack(own, again[0].batch_id) == 1
+        assert sorted(got) == (sent[:1] if redelivered == 1 else sent[3 - redelivered :]), call
+        assert ack(own, batch) == 0
+        value(own, "select pgque.drop_queue('q', true)")
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -122,7 +122,7 @@ def test_a_body_survives_a_delay_and_a_nominated_queue(pool: Connection, name: s
     (message,) = take(pool, "q")
     check(message, sent, body)
     outcome(pool, "dead", message.batch_id, [sent], "x")
-    tick(pool, "q.dlq")
+    settle(pool, "q.dlq")
     (message,) = take(pool, "q.dlq", consumer="u")
     assert message.headers.pop("pgque_dead")["msg_id"] == sent
     check(message._replace(extra1="p"), message.msg_id, body)

@@ -16,6 +16,7 @@ from sql.helpers import (
     offer,
     outcome,
     post,
+    pump,
     refused,
     rows,
     send,
@@ -315,6 +316,7 @@ def test_settings_follow_the_queue_through_a_rename(own: Connection) -> None:
     tick(own, "r")
     (message,) = take(own, "r")
     outcome(own, "dead", message.batch_id, [message.msg_id], "x")
+    pump(own)
     found: list[Any] = rows(own, "select * from pgque.peek('q.dlq', 5)")
     assert len(found) == 1
     assert ack(own, message.batch_id) in (0, 1)

@@ -22,6 +22,7 @@ from sql.helpers import (
     nack_ids,
     offer,
     outcome,
+    pump,
     refused,
     release,
     settle,
@@ -350,6 +351,7 @@ def test_a_message_is_given_up_while_the_queue_of_dead_letters_waits_for_a_resto
     refused("55000", value, pool, "select pgque.send('bad', 'x')")
     [message] = take(pool, "q")
     nack(pool, message)
+    pump(pool)
     assert list(dead_letters(pool, "q")) == [sent]
 
 

@@ -3,7 +3,8 @@
 --
 --   -- before: TITLE     SQL that is run once, before all examples; \gset keeps columns as psql variables
 --   -- group: TITLE      begins a group; the lines of comment that follow, up to a blank line, introduce it
---   -- NAME              begins the example of a function or a view, with all its overloads
+--   -- NAME              begins the example of a function or a view, with all its overloads; earlier names,
+--                        which their comments say, have none
 --   -- commits: REASON   after NAME: cannot run in a transaction, so it runs in a database of its own
 --   -- not run: REASON   after NAME: cannot run in the test, which only parses it
 --
@@ -53,19 +54,6 @@ select pgque.send_batch('orders', 'order.created', array['{"id": 5}', '{"id": 6}
 
 -- send_idem
 select event_id, deduped from pgque.send_idem('orders', 'order.paid', '{"id": 1}', 'payment-4711', ttl => '1 day');
-
--- jsontriga
-create trigger customers_changed after insert or update or delete on customers
-  for each row execute function pgque.jsontriga('orders');
-insert into customers values (2, 'Joe');
-
--- logutriga
-create trigger customers_changed after insert or update or delete on customers
-  for each row execute function pgque.logutriga('orders', 'ignore=name');
-
--- sqltriga
-create trigger customers_changed after insert or update or delete on customers
-  for each row execute function pgque.sqltriga('orders');
 
 -- group: Recurring messages
 -- The ticker sends them at their times. For producers; the role that creates one may change it, too.
@@ -123,9 +111,6 @@ select pgque.unsubscribe('orders', 'billing');
 
 -- extend
 select pgque.extend(:lease, '1 minute');
-
--- set_visibility
-select pgque.set_visibility(:lease, '5 minutes');
 
 -- release
 select pgque.release(:lease);
@@ -196,12 +181,6 @@ select pgque.create_queue('invoices', '{"max_retries": 3, "message_ttl": "1 day"
 
 -- alter_queue
 select pgque.alter_queue('orders', '{"max_retries": 3, "rotation_period": "1 hour"}');
-
--- set_queue_config
-select pgque.set_queue_config('orders', 'tick_gap', '5 ms');
-
--- queue_config
-select param_name, param_value from pgque.queue_config('orders');
 
 -- queue_settings
 select setting, value, default_value, source from pgque.queue_settings('orders') where source <> 'built in';
@@ -279,24 +258,6 @@ select pgque.set_tick_share(25);
 -- maint
 select pgque.maint();
 
--- maint_recurring
-select pgque.maint_recurring();
-
--- maint_retain
-select pgque.maint_retain('orders');
-
--- maint_lapsed
-select pgque.maint_lapsed();
-
--- maint_expire
-select pgque.maint_expire();
-
--- maint_tables
-select pgque.maint_tables();
-
--- maint_lags
-select pgque.maint_lags();
-
 -- set_history
 select pgque.set_history('actions', '90 days');
 
@@ -340,10 +301,6 @@ select at, consumer, lag_seconds, pending_events from pgque.consumer_lags('order
 
 -- list_actions
 select at, role_name, application, call, queue, args from pgque.list_actions('orders');
-
--- subscription
-select q.queue_name, c.co_name, s.sub_role, s.sub_last_tick from pgque.subscription s
-join pgque.queue q on q.queue_id = s.sub_queue join pgque.consumer c on c.co_id = s.sub_consumer;
 
 -- peek
 select msg_id, type, payload from pgque.peek('orders', 10, 'spark');
@@ -423,7 +380,20 @@ insert into :stage (attempt, n, queue, payload) values (:'attempt', 0, 'orders',
 select pgque.sink_commit('nightly', 1, array[:'attempt'::uuid], 1);
 
 -- group: PgQ's names
--- The functions of PgQ and pgq_coop. New code has a shorter way: the functions above.
+-- The functions of PgQ and pgq_coop, for programs written for them and for changes of tables. Elsewhere the functions above are the shorter way.
+
+-- jsontriga
+create trigger customers_changed after insert or update or delete on customers
+  for each row execute function pgque.jsontriga('orders');
+insert into customers values (2, 'Joe');
+
+-- logutriga
+create trigger customers_changed after insert or update or delete on customers
+  for each row execute function pgque.logutriga('orders', 'ignore=name');
+
+-- sqltriga
+create trigger customers_changed after insert or update or delete on customers
+  for each row execute function pgque.sqltriga('orders');
 
 -- insert_event
 select pgque.insert_event('orders', 'order.created', '{"id": 5}');
@@ -472,9 +442,6 @@ select pgque.finish_batch(:window);
 -- register_subconsumer
 select pgque.register_subconsumer('orders', 'team', 'w2');
 
--- subscribe_subconsumer
-select pgque.subscribe_subconsumer('orders', 'team', 'w2');
-
 -- receive_coop
 select msg_id, batch_id, payload from pgque.receive_coop('orders', 'team', 'w1', 10, dead_interval => '5 minutes');
 
@@ -484,11 +451,11 @@ select pgque.touch_subconsumer('orders', 'team', 'w1');
 -- unregister_subconsumer
 select pgque.unregister_subconsumer('orders', 'team', 'w1');
 
--- unsubscribe_subconsumer
-select pgque.unsubscribe_subconsumer('orders', 'team', 'w1');
-
 -- force_tick
 select pgque.force_tick('orders');
+
+-- set_queue_config
+select pgque.set_queue_config('orders', 'tick_gap', '5 ms');
 
 -- maint_operations
 select func_name, func_arg from pgque.maint_operations();
@@ -501,3 +468,7 @@ select pgque.maint_rotate_tables_step1('orders');
 
 -- maint_rotate_tables_step2
 select pgque.maint_rotate_tables_step2();
+
+-- subscription
+select q.queue_name, c.co_name, s.sub_role, s.sub_last_tick from pgque.subscription s
+join pgque.queue q on q.queue_id = s.sub_queue join pgque.consumer c on c.co_id = s.sub_consumer;

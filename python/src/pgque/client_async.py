@@ -616,14 +616,14 @@ class AsyncPgqueClient:
         self, queue: str, consumer: str, subconsumer: str, convert_normal: bool = False
     ) -> int:
         """Register a worker of a consumer and return 1, or 0 if it was registered. Calls
-        `pgque.subscribe_subconsumer`.
+        `pgque.register_subconsumer`.
 
         `convert_normal` turns a consumer that reads on its own into one with workers. Raises
         PgqueQueueNotFound, PgqueInvalidName, PgqueQueueInUse.
         """
         return await self._value(
             int,
-            "select pgque.subscribe_subconsumer(%(queue)s::text, %(consumer)s::text,"
+            "select pgque.register_subconsumer(%(queue)s::text, %(consumer)s::text,"
             " %(worker)s::text, %(convert)s::bool)",
             {"queue": queue, "consumer": consumer, "worker": subconsumer, "convert": convert_normal},
         )
@@ -632,14 +632,14 @@ class AsyncPgqueClient:
         self, queue: str, consumer: str, subconsumer: str, batch_handling: int = 0
     ) -> int:
         """Remove a worker of a consumer and return 1, or 0 if there is none. Calls
-        `pgque.unsubscribe_subconsumer`.
+        `pgque.unregister_subconsumer`.
 
         `batch_handling`: 0 raises PgqueQueueInUse while the worker has an open batch, 1 sends its messages
         through retry.
         """
         return await self._value(
             int,
-            "select pgque.unsubscribe_subconsumer(%(queue)s::text, %(consumer)s::text,"
+            "select pgque.unregister_subconsumer(%(queue)s::text, %(consumer)s::text,"
             " %(worker)s::text, %(how)s::int)",
             {"queue": queue, "consumer": consumer, "worker": subconsumer, "how": batch_handling},
         )
@@ -718,10 +718,10 @@ class AsyncPgqueClient:
         )
 
     async def queue_config(self, queue: str) -> dict[str, str | None]:
-        """Return the settings in force for a queue, as text. Calls `pgque.queue_config`. Raises
+        """Return the settings in force for a queue, as text. Calls `pgque.queue_settings`. Raises
         PgqueQueueNotFound."""
         pairs = await self._rows(
-            "select s.param_name, s.param_value from pgque.queue_config(%(queue)s::text) as s",
+            "select s.setting, s.value from pgque.queue_settings(%(queue)s::text) as s",
             {"queue": queue},
             _pair,
         )

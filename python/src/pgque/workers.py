@@ -1101,8 +1101,8 @@ def _default_timeout(client: PgqueClient, queue: str) -> Seconds:
     """Return the visibility timeout that a queue is set to."""
     value = client._maybe(
         timedelta,
-        "select s.param_value::interval from pgque.queue_config(%(queue)s::text) as s"
-        " where s.param_name = 'visibility_timeout'",
+        "select s.value::interval from pgque.queue_settings(%(queue)s::text) as s"
+        " where s.setting = 'visibility_timeout'",
         {"queue": queue},
     )
     return value or timedelta(seconds=30)

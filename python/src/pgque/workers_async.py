@@ -1099,8 +1099,8 @@ async def _default_timeout(client: AsyncPgqueClient, queue: str) -> Seconds:
     """Return the visibility timeout that a queue is set to."""
     value = await client._maybe(
         timedelta,
-        "select s.param_value::interval from pgque.queue_config(%(queue)s::text) as s"
-        " where s.param_name = 'visibility_timeout'",
+        "select s.value::interval from pgque.queue_settings(%(queue)s::text) as s"
+        " where s.setting = 'visibility_timeout'",
         {"queue": queue},
     )
     return value or timedelta(seconds=30)
