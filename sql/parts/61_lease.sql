@@ -326,23 +326,23 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_token  bigint := nullif(coalesce(p_token, p_lease.pos_batch), 0);
   v_rows   text := pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, p_lease));
-  v_count  bigint;
+  v_ids    bigint[];
 begin
   execute pg_catalog.format(
+    'with moved as ('
     'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
     -- If the consumer was moved back, the message may already be in the retry queue.
     -- Then this batch takes it over from the one that has it there.
     ' on conflict (ev_owner, ev_id, ev_queue) do update'
-    ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)',
-    v_rows)
+    ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)'
+    ' returning ev_id) select pg_catalog.array_agg(m.ev_id) from moved m', v_rows)
+  into v_ids
   using p_sub, p_due, v_token, case when v_token is not null then coalesce(p_worker, p_lease.pos_worker) end, p_deliveries;
-  get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
     -- This snapshot may not see that the batch was closed, or that a message has its
     -- outcome: the primary key finds it out.  The rows for this check are undone.
     begin
-      perform pgque._record(p_lease.pos_batch, 'closed'), pgque._record(p_lease.pos_batch, 'outcome', array(
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token));
+      perform pgque._record(p_lease.pos_batch, 'closed'), pgque._record(p_lease.pos_batch, 'outcome', v_ids);
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
@@ -350,7 +350,7 @@ begin
     end;
   end if;
   perform pgque._record(p_lease.pos_batch, 'moved');
-  return v_count;
+  return coalesce(pg_catalog.cardinality(v_ids), 0);
 end
 $$;
 
