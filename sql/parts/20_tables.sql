@@ -179,7 +179,8 @@ create table if not exists pgque.queue (
   queue_tick_storage       bigint not null default 67108864
     constraint queue_tick_storage_range check (queue_tick_storage >= 1048576),
   queue_reader             text,
-  queue_incarnation        uuid
+  queue_incarnation        uuid,
+  queue_floor              bigint not null default 0
 ) with (fillfactor = 50);
 comment on table pgque.queue is 'The queues with their settings; see set_queue_config().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
@@ -849,7 +850,8 @@ begin
     queue_tick_gap interval not null default '20 milliseconds' constraint queue_tick_gap_range check (queue_tick_gap >= '1 millisecond' and queue_tick_gap <= '1 minute');
     queue_tick_storage bigint not null default 67108864 constraint queue_tick_storage_range check (queue_tick_storage >= 1048576);
     queue_reader text;
-    queue_incarnation uuid$c$);
+    queue_incarnation uuid;
+    queue_floor bigint not null default 0$c$);
   -- A parallel restore loads the tables of an extension in any order, so they refer to
   -- each other without foreign keys.  _need_queue() does their work.
   for v_key in
@@ -991,6 +993,8 @@ comment on column pgque.queue.queue_tick_gap is
 comment on column pgque.queue.queue_tick_storage is
   'Size of the stored ticks: when those in the current table reach a third of it, the queue rotates before its period. Unit: bytes.';
 comment on column pgque.queue.queue_reader is 'The version that created the functions that read its tables.';
+comment on column pgque.queue.queue_floor is
+  'Event sequence of the oldest tick that was stored at the last rotation: no consumer stands before it, so that max_depth is checked by a subtraction.';
 comment on column pgque.queue.queue_incarnation is
   'Identity of the queue since it was loaded from a dump, because its ticks begin anew then; NULL if it never was: then queue_uid is its identity. '
   'See queue_incarnation().';
