@@ -60,8 +60,7 @@ begin
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
     ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, p_type, p_data,
-    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes,
-    case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
+    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes, pgque._expires(q)
   from pgque.queue q
   where q.queue_name = p_queue collate "default" and q.queue_open
     -- In this order: a role without a right must not learn that the queue is full.
