@@ -180,7 +180,8 @@ create table if not exists pgque.queue (
   queue_tick_storage       bigint not null default 67108864
     constraint queue_tick_storage_range check (queue_tick_storage >= 1048576),
   queue_reader             text,
-  queue_incarnation        uuid
+  queue_incarnation        uuid,
+  queue_floor              bigint not null default 0
 ) with (fillfactor = 50);
 comment on table pgque.queue is 'The queues with their settings; see alter_queue().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
@@ -826,7 +827,7 @@ do $$
 declare
   v_key  record;
 begin
-  perform pgque._add_columns('pgque.queue', 'queue_incarnation uuid');
+  perform pgque._add_columns('pgque.queue', 'queue_incarnation uuid; queue_floor bigint not null default 0');
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
   -- A parallel restore loads the tables of an extension in any order, so they refer to
@@ -873,6 +874,8 @@ comment on column pgque.queue.queue_tick_gap is
 comment on column pgque.queue.queue_tick_storage is
   'Size of the stored ticks: when those in the current table reach a third of it, the queue rotates before its period. Unit: bytes.';
 comment on column pgque.queue.queue_reader is 'Unused since 0.9.';
+comment on column pgque.queue.queue_floor is
+  'Event sequence of the oldest tick that was stored at the last rotation: no consumer stands before it, so that max_depth is checked by a subtraction.';
 comment on column pgque.queue.queue_incarnation is
   'Identity of the queue since it was loaded from a dump, because its ticks begin anew then; NULL if it never was: then queue_uid is its identity. '
   'See queue_incarnation().';

@@ -60,8 +60,7 @@ begin
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
     ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, p_type, p_data,
-    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes,
-    case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
+    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes, pgque._expires(q)
   from pgque.queue q
   where q.queue_name = p_queue collate "default" and q.queue_open
     -- In this order: a role without a right must not learn that the queue is full.
@@ -99,24 +98,36 @@ create or replace function pgque._room(p_queue pgque.queue, p_count bigint) retu
 language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
 
 -- Returns how many more messages a queue with max_depth takes; PQ003 if fewer than
--- p_count.  The session remembers up to which id there is room: consumers only move
--- forward, and each message uses an id.  The remembered value is not valid
+-- p_count.  Each message uses an id, and no consumer stands before queue_floor: so far
+-- from the limit, a subtraction is enough.
+-- Nearer to it the session remembers up to which id there is room: consumers only move
+-- forward.  The remembered value is not valid
 --   * after a change of the queue's row, such as another max_depth;
 --   * after _depth_grows(), or while a transaction that called it is open;
 --   * beyond a transaction with an old snapshot.
 -- The value has a seal, because every role can set it.
 create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+language plpgsql as $$
 declare
-  v_name    text := 'pgque.depth_' || p_queue.queue_id;
-  v_known   text := current_setting(v_name, true);
-  v_upto    text := split_part(v_known, ' ', 1);
-  v_grown   bigint := coalesce(pg_sequence_last_value('pgque.depth_growth'), 0);
-  v_last    bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
-  v_class   int := hashtext('pgque.depth');
+  v_last    bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0);
+  v_left    bigint := p_queue.queue_max_depth - (v_last - p_queue.queue_floor);
+  v_name    text;
+  v_known   text;
+  v_upto    text;
+  v_grown   bigint;
+  v_class   int;
   v_steady  boolean;
-  v_left    bigint;
 begin
+  if v_left >= p_count and v_last >= p_queue.queue_floor and not p_queue.queue_external_ticker
+    -- Delayed messages and retries may be older.
+    and not exists (select from pgque.retry_queue r where r.ev_queue = p_queue.queue_id and r.ev_id <= p_queue.queue_floor)
+  then
+    return v_left;
+  end if;
+  v_name := 'pgque.depth_' || p_queue.queue_id;
+  v_known := pg_catalog.current_setting(v_name, true);
+  v_upto := pg_catalog.split_part(v_known, ' ', 1);
+  v_grown := coalesce(pg_catalog.pg_sequence_last_value('pgque.depth_growth'), 0);
   if v_known = pgque._sealed(v_upto, p_queue.queue_xid, v_grown) then
     v_left := v_upto::bigint - v_last;
     if v_left >= p_count then
@@ -124,12 +135,13 @@ begin
     end if;
   end if;
   -- Only a transaction that called _depth_grows() holds this lock for long.
-  v_steady := pg_try_advisory_lock(v_class, p_queue.queue_id) and pg_advisory_unlock(v_class, p_queue.queue_id);
+  v_class := pg_catalog.hashtext('pgque.depth');
+  v_steady := pg_catalog.pg_try_advisory_lock(v_class, p_queue.queue_id) and pg_catalog.pg_advisory_unlock(v_class, p_queue.queue_id);
   v_left := pgque._find_room(p_queue, p_count, v_last);
   if v_left is null then
     return greatest(p_queue.queue_max_depth, p_count);
   elsif v_steady then
-    perform set_config(v_name, pgque._sealed((v_last + v_left)::text, p_queue.queue_xid, v_grown), pgque._old_snapshot());
+    perform pg_catalog.set_config(v_name, pgque._sealed((v_last + v_left)::text, p_queue.queue_xid, v_grown), pgque._old_snapshot());
   end if;
   return v_left;
 end
@@ -156,11 +168,9 @@ $$;
 
 -- Returns how many more messages a queue takes after an id; PQ003 if fewer than
 -- p_count.  Null: there is no consumer and no delayed message, so nothing counts.
--- Three checks, the cheapest first:
---   * No consumer stands before the oldest stored tick.
---   * The slowest consumer is searched.  There may be ten thousand consumers.
---   * Near the limit the messages are counted, because rolled-back sends use ids too.
---     This is always so with an external ticker, whose event_seq may mean anything.
+-- The slowest consumer is searched; there may be ten thousand consumers.  Near the limit
+-- the messages are counted, because rolled-back sends use ids too.  This is always so with
+-- an external ticker, whose event_seq may mean anything.
 create or replace function pgque._find_room(p_queue pgque.queue, p_count bigint, p_last bigint) returns bigint
 language plpgsql as $$
 declare
@@ -169,11 +179,6 @@ declare
   v_left     bigint;
 begin
   select min(r.ev_id) - 1 into v_waiting from pgque.retry_queue r where r.ev_queue = p_queue.queue_id;
-  v_oldest := least(pgque._first_event_seq(p_queue.queue_id), v_waiting);
-  v_left := p_queue.queue_max_depth - (p_last - v_oldest);
-  if v_left >= p_count and not p_queue.queue_external_ticker and v_oldest <= p_last then
-    return v_left;
-  end if;
   select least(min(p.pos_event_seq), v_waiting) into v_oldest
   from pgque.subscriber s
   cross join lateral pgque._oldest_need(s.sub_id) p
@@ -191,23 +196,6 @@ begin
       pg_catalog.format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
-end
-$$;
-
--- Returns the event sequence of the oldest stored tick of a queue, and releases the
--- locks of the read: they would postpone rotation until the sender's transaction ends.
-create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
-language plpgsql as $$
-declare
-  v_seq  bigint;
-begin
-  execute pg_catalog.format('select t.tick_event_seq from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(p_queue_id)) into v_seq;
-  perform pgque._let_go();
-  return null;
-exception
-  when sqlstate 'PQ099' or undefined_table then
-    -- An old snapshot may show no tick, and a dropped queue has none.
-    return coalesce(v_seq, 0);
 end
 $$;
 

@@ -65,6 +65,7 @@ declare
   v_current   text;
   v_slowest   pgque.tick;
   v_needed    boolean;
+  v_floor     bigint;
 begin
   perform pgque._need_read_committed('rotation');
   if v_queue.queue_restored or not (pgque._is_due(v_queue.queue_switch_time, v_queue.queue_rotation_period)
@@ -132,8 +133,9 @@ begin
       perform pgque._forget_ticks(v_id, v_next);
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
+    execute format('select t.tick_event_seq from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(v_id)) into v_floor;
     update pgque.queue q
-    set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pgque._mark()
+    set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_floor = coalesce(v_floor, q.queue_floor), queue_xid = pgque._mark()
     where q.queue_id = v_id;
     return 1;
   exception
