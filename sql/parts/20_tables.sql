@@ -415,8 +415,8 @@ create table if not exists pgque.position (
   pos_prune      int,
   pos_lapse      timestamptz,
   pos_paid       timestamptz,
-  pos_due        tstzrange,
-  leaf           int not null
+  leaf           int not null,
+  pos_due        tstzrange
 ) partition by list (leaf);
 comment on table pgque.position is 'Journal of positions; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 
@@ -785,6 +785,7 @@ begin
   if exists (select from pg_attribute a where a.attrelid = 'pgque.position'::regclass and a.attname = 'pos_main' and not a.attisdropped) then
     alter table pgque.position drop column pos_main, drop column pos_attempt;
   end if;
+  perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
   for v_journal in
     select j.name, j.key, n as leaf
     from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
@@ -811,6 +812,9 @@ begin
         execute format('alter table pgque.%I drop column pos_main, drop column pos_attempt', v_leaf);
       end if;
       execute format('alter table pgque.%I add column leaf int not null default %s', v_leaf, v_journal.leaf);
+      if v_journal.name = 'position' then
+        execute format('alter table pgque.%I add column pos_due tstzrange', v_leaf);
+      end if;
       execute format('alter table pgque.%I attach partition pgque.%I for values in (%s)', v_journal.name, v_leaf, v_journal.leaf);
       execute format('comment on table pgque.%I is null', v_leaf);
     end if;
@@ -917,7 +921,6 @@ begin
     return;
   end if;
   perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default false');
-  perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
   -- A transaction with an older snapshot gets 40001.
   update pgque.journal j set journal_cur = j.journal_cur;
   update pgque.subscriber s set sub_offsets = s.sub_offsets;
