@@ -319,6 +319,7 @@ begin
     pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
     pg_catalog.format(v_events, 'e.ev_txid = any (v_late)'));
   perform pgque._create_ordinary(p_queue_id);
+  perform pgque._create_key_reader(p_queue_id);
   perform pgque._set_rights(array(select r.func::oid from pgque._readers_of(p_queue_id) r (func)));
   -- As _store_tick() does.  Up to 0.5 the sequence was set only to force a tick.
   perform pg_catalog.setval(q.queue_tick_seq, greatest(pg_catalog.pg_sequence_last_value(q.queue_tick_seq), (pgque._last_tick(q)).tick_id))
@@ -332,7 +333,7 @@ create or replace function pgque._readers_of(p_queue_id int) returns setof regpr
 language sql stable as $$
   select p.oid::regprocedure
   from pg_catalog.pg_proc p
-  where p.pronamespace = 'pgque'::regnamespace and p.proname ~ ('^_(ticks|events|ordinary)_' || p_queue_id || '(_[01])?$')
+  where p.pronamespace = 'pgque'::regnamespace and p.proname ~ ('^_(ticks|events|ordinary|key)_' || p_queue_id || '(_[01])?$')
 $$;
 
 -- Creates the readers that are missing after an upgrade, some at each call.
