@@ -417,8 +417,8 @@ create table if not exists pgque.position (
   pos_prune      int,
   pos_lapse      timestamptz,
   pos_paid       timestamptz,
-  pos_due        tstzrange,
-  leaf           int not null
+  leaf           int not null,
+  pos_due        tstzrange
 ) partition by list (leaf);
 comment on table pgque.position is 'Journal of positions; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 
@@ -827,7 +827,9 @@ do $$
 declare
   v_key  record;
 begin
-  perform pgque._add_columns('pgque.queue', 'queue_incarnation uuid; queue_floor bigint not null default 0');
+  perform pgque._add_columns('pgque.queue', $c$
+    queue_incarnation uuid;
+    queue_floor bigint not null default 0$c$);
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
   -- A parallel restore loads the tables of an extension in any order, so they refer to

@@ -217,8 +217,13 @@ $$;
 
 -- Returns the elements of an array in one dimension, counted from 1.
 create or replace function pgque._flat(p_array anyarray) returns anyarray
-language sql immutable as $$
-  select case when pg_catalog.array_ndims($1) > 1 or pg_catalog.array_lower($1, 1) <> 1 then array(select e from pg_catalog.unnest($1) e) else $1 end
+language plpgsql immutable as $$
+begin
+  if pg_catalog.array_ndims(p_array) > 1 or pg_catalog.array_lower(p_array, 1) <> 1 then
+    return array(select e from pg_catalog.unnest(p_array) e);
+  end if;
+  return p_array;
+end
 $$;
 
 -- Refuses options that do not fit the messages or are invalid: PQ005.
@@ -297,7 +302,7 @@ declare
   v_ends     timestamptz[];
   v_ids      bigint[];
   v_stored   int;
-  v_delayed  int;
+  v_delayed  int := 0;
   v_last     bigint;
 begin
   -- Counted from 1 in one dimension, whatever the caller's arrays are.
@@ -320,25 +325,27 @@ begin
   end if;
 
   v_ids := array(select case when p then nextval(v_queue.queue_event_seq) end from unnest(v_plain) p);
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
-  select q.slot, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
-  from (
-    select q.queue_id * 3 + q.queue_cur_table as slot
-    from pgque.queue q
-    where q.queue_id = v_queue.queue_id and not q.queue_restored
-    offset 0
-  ) q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
-    m (id, type, data, bytes, headers, due, ends, partition_key)
-  where m.id is not null and m.due is null;
-  get diagnostics v_stored = row_count;
-  insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
-  select m.due, q.queue_id, 0, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
-  from pgque.queue q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
-    m (id, type, data, bytes, headers, due, ends, partition_key)
-  where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
-  get diagnostics v_delayed = row_count;
-  if v_stored + v_delayed < v_without then
-    perform pgque._no_queue(v_queue.queue_name);   -- the queue was dropped meanwhile
+  if v_without > 0 then
+    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
+    select q.slot, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+    from (
+      select q.queue_id * 3 + q.queue_cur_table as slot
+      from pgque.queue q
+      where q.queue_id = v_queue.queue_id and not q.queue_restored
+      offset 0
+    ) q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
+      m (id, type, data, bytes, headers, due, ends, partition_key)
+    where m.id is not null and m.due is null;
+    get diagnostics v_stored = row_count;
+    insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
+    select m.due, q.queue_id, 0, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+    from pgque.queue q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
+      m (id, type, data, bytes, headers, due, ends, partition_key)
+    where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
+    get diagnostics v_delayed = row_count;
+    if v_stored + v_delayed < v_without then
+      perform pgque._no_queue(v_queue.queue_name);   -- the queue was dropped meanwhile
+    end if;
   end if;
   if v_without < v_count then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
@@ -487,7 +494,7 @@ create or replace function pgque._send_keyed(
 language plpgsql as $$
 declare
   v_txid  xid8 := pg_catalog.pg_current_xact_id();
-  v_last  pgque.event;
+  v_last  record;
   v_id    bigint;
 begin
   if pgque._old_snapshot() then
@@ -508,9 +515,9 @@ begin
   if v_id is not null then
     return v_id;
   end if;
-  v_last := pgque._last_of_key(p_queue.queue_id, p_key);
+  v_last := pgque._newest_of_key(p_queue.queue_id, p_key);
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and (v_last.ev_expires > pgque.clock()) is not false
-    and not pgque._passed(p_queue.queue_id, v_last.ev_id, p_key)
+    and not pgque._is_passed(p_queue.queue_id, v_last.ev_id, v_last.sent_by)
   then
     -- The ticker checks queues whose sequence moved.
     perform pg_catalog.nextval(p_queue.queue_event_seq);
@@ -552,44 +559,59 @@ exception
 end
 $$;
 
--- Returns the newest row of a key.
-create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_last  pgque.event;
+-- Returns the query for the newest row of the key $1, and for the transaction that sent
+-- its message; null: that row is no longer stored.
+create or replace function pgque._newest_of_key_sql(p_queue_id int) returns text
+language sql stable as $$
+  select 'select l.ev_id, l.ev_owner, l.ev_retry, l.ev_time, l.ev_expires, f.ev_txid from (select e.* from ('
+    || pg_catalog.string_agg('(select e.ev_id, e.ev_owner, e.ev_retry, e.ev_time, e.ev_expires from ' || l.rows
+      || ' order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)', ' union all ')
+    || ') e order by e.ev_id desc, e.ev_retry desc limit 1) l left join lateral ('
+    || pg_catalog.string_agg('select e.ev_txid from ' || l.rows || ' and e.ev_id = l.ev_id and e.ev_retry = 0', ' union all ')
+    || ' limit 1) f on true'
+  from (
+    select pg_catalog.format('pgque.event_%s_%s e where e.ev_key = $1 and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n) as rows
+    from pg_catalog.generate_series(0, 2) n
+  ) l
+$$;
+
+-- Creates the function for that query, since a session keeps its plan.
+create or replace function pgque._create_key_reader(p_queue_id int) returns void
+language plpgsql as $$
 begin
-  execute (
-    select 'select (e.e).* from (' || pg_catalog.string_agg(pg_catalog.format(
-      '(select row(e.*)::pgque.event as e from pgque.event_%s_%s e where e.ev_key = $1 and (e.ev_owner is null or e.ev_owner <= 0)'
-      ' order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)', p_queue_id, n), ' union all ')
-      || ') e order by (e.e).ev_id desc, (e.e).ev_retry desc limit 1'
-    from pg_catalog.generate_series(0, 2) n)
-  into v_last using p_key;
-  return v_last;
+  perform pgque._compile(pg_catalog.format(
+    'create or replace function pgque._key_%s(p_key text, out ev_id bigint, out ev_owner int, out ev_retry int, out ev_time timestamptz,'
+    ' out ev_expires timestamptz, out sent_by xid8)'
+    ' language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$'
+    ' begin %s into ev_id, ev_owner, ev_retry, ev_time, ev_expires, sent_by; end $body$', p_queue_id, pgque._newest_of_key_sql(p_queue_id)));
 end
 $$;
 
--- Returns whether a consumer has passed a pending message, or reads it as part of a
--- whole window.
-create or replace function pgque._passed(p_queue_id int, p_id bigint, p_key text) returns boolean
+-- Returns the newest row of a key.
+create or replace function pgque._newest_of_key(
+  p_queue_id int, p_key text,
+  out ev_id bigint, out ev_owner int, out ev_retry int, out ev_time timestamptz, out ev_expires timestamptz, out sent_by xid8
+)
 language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_txid  xid8;
 begin
-  execute (
-    select pg_catalog.string_agg(pg_catalog.format(
-      'select e.ev_txid from pgque.event_%s_%s e where e.ev_key = $1 and e.ev_id = $2 and e.ev_retry = 0 and (e.ev_owner is null or e.ev_owner <= 0)',
-      p_queue_id, n), ' union all ')
-    from pg_catalog.generate_series(0, 2) n)
-  into v_txid using p_key, p_id;
-  return v_txid is null or exists (
+  execute 'select * from pgque._key_' || p_queue_id || '($1)'
+  into ev_id, ev_owner, ev_retry, ev_time, ev_expires, sent_by using p_key;
+end
+$$;
+
+-- Returns whether a consumer has passed a pending message that a transaction sent, or
+-- reads it as part of a whole window.
+create or replace function pgque._is_passed(p_queue_id int, p_id bigint, p_sent_by xid8) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return p_sent_by is null or exists (
     select
     from pgque.subscriber s
     cross join lateral pgque._next_from(pgque._position(s.sub_id)) p
     where s.sub_queue = p_queue_id and s.sub_main is null
       and not exists (select from pgque.retry_queue r where r.ev_owner + 0 = s.sub_id and r.ev_id = p_id)
-      and (pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_snapshot)
-        or pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_next_snapshot) and p_id <= p.pos_done_id));
+      and (pg_catalog.pg_visible_in_snapshot(p_sent_by, p.pos_snapshot)
+        or pg_catalog.pg_visible_in_snapshot(p_sent_by, p.pos_next_snapshot) and p_id <= p.pos_done_id));
 end
 $$;
 
