@@ -364,7 +364,10 @@ comment on table pgque.subscriber is 'Identity of consumers and workers, locked 
 --                                pos_last_id (null: to the end of the window)
 --   pos_last_batch               the newest batch id that it was given
 --   pos_worker, pos_until        whose the batch is and how long
---   pos_fresh, pos_done_count    whether it came from the log (above 0), and how many
+--   pos_fresh                    above 0: these ids of the log were delivered, so the next
+--                                delivery begins after them
+--   pos_done_count               how many they are, with those that were left out and
+--                                have their outcome; in a batch of next_batch() at most
 --   pos_shelf                    how many came from the retry queue
 --   pos_keys                     the order keys of its messages
 --   pos_open, pos_prune          batches that may be open, and when to check them
@@ -430,7 +433,8 @@ comment on table pgque.position is 'Journal of positions; the newest row of a su
 --     queue, under its id
 --   * extended: its lease ends at set_until; set_ev_id counts the extensions
 --   * lost: its worker got the answer that a message is lost
--- The key decides between two sessions that record the same.
+-- In the other rows set_ev_id is 0.  The key decides between two sessions that record the
+-- same.
 do $$
 begin
   if to_regtype('pgque.settled_what') is null then
@@ -808,7 +812,7 @@ declare
 begin
   for v_journal in
     select j.name, j.key, n as leaf
-    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_what, set_ev_id'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
+    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id, set_what'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
       ('idempotency', 'idem_queue, idem_key, idem_n'), ('sink_attempt', 'attempt'), ('sink_stage', 'attempt, n'), ('sink_epoch', 'sink_id, epoch, part')) j (name, key)
     cross join generate_series(0, 1) n
   loop

@@ -209,9 +209,9 @@ begin
   end if;
   foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
     if v_token = p_pos.pos_batch and p_pos.leaf = p_leaf and p_leaf = 0 then
-      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_what = 'closed');
+      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
     elsif v_token = p_pos.pos_batch and p_pos.leaf = p_leaf then
-      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_what = 'closed');
+      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
     else
       continue when pgque._still_open(p_sub, array[v_token]) = '{}';
     end if;
@@ -258,11 +258,19 @@ begin
 end
 $$;
 
+-- Returns the condition that a row e has its outcome in a batch.  It is a probe of the
+-- index: EXISTS lets the planner compare each row with all outcomes of the batch.  Null for
+-- no batch.
+create or replace function pgque._has_outcome_sql(p_batch bigint) returns text
+language sql immutable strict as $$
+  select pg_catalog.format(
+    '(select s.set_batch from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id and s.set_what = ''outcome'' limit 1) is not null', p_batch)
+$$;
+
 -- Returns a query for the rows of a batch that came from the log and have no outcome.
 create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '', p_places text[] default null) returns text
 language sql as $$
-  select pgque._slice_sql(p_sub, p_lease, p_and || pg_catalog.format(
-    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)', p_lease.pos_batch), p_places => p_places)
+  select pgque._slice_sql(p_sub, p_lease, p_and || ' and not (' || pgque._has_outcome_sql(p_lease.pos_batch) || ')', p_places => p_places)
 $$;
 
 -- Returns whether a worker's batch in the retry queue still has all of its messages,
@@ -430,7 +438,7 @@ begin
     return true;
   elsif v_place is null then
     -- The row that closes a batch must be in each leaf that has its delivery.
-    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'closed' and s.leaf = p_cur);
+    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.set_what = 'closed' and s.leaf = p_cur);
   end if;
   return v_there
     and not exists (

@@ -468,7 +468,7 @@ $$;
 create or replace function pgque._undone_sql(p_sub pgque.subscriber, p_pos pgque.position, p_and text default '') returns text
 language sql stable as $$
   select pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id)
-    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)', '') || p_and,
+    || coalesce(' and not (' || pgque._has_outcome_sql(p_pos.pos_batch) || ')', '') || p_and,
     null, pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot))
 $$;
 
@@ -484,9 +484,8 @@ language sql stable as $$
   select pgque._rows_sql(p_sub.sub_queue, pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
     || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
-    || case when p_position.pos_batch is not null then pg_catalog.format(
-      ' and not (exists (select from pgque.settled s where s.set_batch = %1$s and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)'
-      ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end || p_and,
+    || coalesce(' and not (' || pgque._has_outcome_sql(p_position.pos_batch)
+      || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '') || p_and,
     p_tids, pgque._xids(p_position.pos_snapshot, p_snapshot) * p_xids)
 $$;
 
