@@ -416,8 +416,8 @@ create table if not exists pgque.position (
   pos_prune      int,
   pos_lapse      timestamptz,
   pos_paid       timestamptz,
-  pos_due        tstzrange,
-  leaf           int not null
+  leaf           int not null,
+  pos_due        tstzrange
 ) partition by list (leaf);
 comment on table pgque.position is 'Journal of positions; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 
