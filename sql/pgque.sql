@@ -762,7 +762,10 @@ comment on table pgque.subscriber is 'Identity of consumers and workers, locked 
 --                                pos_last_id (null: to the end of the window)
 --   pos_last_batch               the newest batch id that it was given
 --   pos_worker, pos_until        whose the batch is and how long
---   pos_fresh, pos_done_count    whether it came from the log (above 0), and how many
+--   pos_fresh                    above 0: these ids of the log were delivered, so the next
+--                                delivery begins after them
+--   pos_done_count               how many they are, with those that were left out and
+--                                have their outcome; in a batch of next_batch() at most
 --   pos_shelf                    how many came from the retry queue
 --   pos_keys                     the order keys of its messages
 --   pos_open, pos_prune          batches that may be open, and when to check them
@@ -828,7 +831,8 @@ comment on table pgque.position is 'Journal of positions; the newest row of a su
 --     queue, under its id
 --   * extended: its lease ends at set_until; set_ev_id counts the extensions
 --   * lost: its worker got the answer that a message is lost
--- The key decides between two sessions that record the same.
+-- In the other rows set_ev_id is 0.  The key decides between two sessions that record the
+-- same.
 do $$
 begin
   if to_regtype('pgque.settled_what') is null then
@@ -1206,7 +1210,7 @@ declare
 begin
   for v_journal in
     select j.name, j.key, n as leaf
-    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_what, set_ev_id'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
+    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id, set_what'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
       ('idempotency', 'idem_queue, idem_key, idem_n'), ('sink_attempt', 'attempt'), ('sink_stage', 'attempt, n'), ('sink_epoch', 'sink_id, epoch, part')) j (name, key)
     cross join generate_series(0, 1) n
   loop
@@ -5935,9 +5939,9 @@ begin
   end if;
   foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
     if v_token = p_pos.pos_batch and p_pos.leaf = p_leaf and p_leaf = 0 then
-      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_what = 'closed');
+      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
     elsif v_token = p_pos.pos_batch and p_pos.leaf = p_leaf then
-      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_what = 'closed');
+      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
     else
       continue when pgque._still_open(p_sub, array[v_token]) = '{}';
     end if;
@@ -5984,11 +5988,19 @@ begin
 end
 $$;
 
+-- Returns the condition that a row e has its outcome in a batch.  It is a probe of the
+-- index: EXISTS lets the planner compare each row with all outcomes of the batch.  Null for
+-- no batch.
+create or replace function pgque._has_outcome_sql(p_batch bigint) returns text
+language sql immutable strict as $$
+  select pg_catalog.format(
+    '(select s.set_batch from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id and s.set_what = ''outcome'' limit 1) is not null', p_batch)
+$$;
+
 -- Returns a query for the rows of a batch that came from the log and have no outcome.
 create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '', p_places text[] default null) returns text
 language sql as $$
-  select pgque._slice_sql(p_sub, p_lease, p_and || pg_catalog.format(
-    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)', p_lease.pos_batch), p_places => p_places)
+  select pgque._slice_sql(p_sub, p_lease, p_and || ' and not (' || pgque._has_outcome_sql(p_lease.pos_batch) || ')', p_places => p_places)
 $$;
 
 -- Returns whether a worker's batch in the retry queue still has all of its messages,
@@ -6156,7 +6168,7 @@ begin
     return true;
   elsif v_place is null then
     -- The row that closes a batch must be in each leaf that has its delivery.
-    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'closed' and s.leaf = p_cur);
+    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.set_what = 'closed' and s.leaf = p_cur);
   end if;
   return v_there
     and not exists (
@@ -6563,7 +6575,7 @@ language sql immutable as $$
   select pg_catalog.format(
     'select p.pos_lapse, case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_tick else p.pos_tick end as tick,'
     ' p.pos_next_tick is null or p.pos_fresh > 0 and p.pos_last_id is null as fresh,'
-    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_what = ''closed'') is null then p.pos_open'
+    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_ev_id = 0 and z.set_what = ''closed'') is null then p.pos_open'
     ' else pg_catalog.array_remove(p.pos_open, p.pos_batch) end as open, p.pos_due%3$s'
     ' from pgque.position_%1$s p where p.pos_sub = %2$s order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
 $$;
@@ -6732,7 +6744,7 @@ begin
             pos_last_id, pos_batch, pos_last_batch, pos_done_count, pos_high, pos_skipped, pos_worker, pos_until, pos_fresh, pos_shelf,
             pos_open, pos_prune, pos_lapse, pos_paid, pos_due)
           select p_sub, w.pos_seq + 1, v_now, w.tick, w.snapshot, w.event_seq, w.next_tick, w.next_snapshot, w.next_event_seq, w.done_id,
-            c.last_id, w.token, w.token, least(c.n, p_max), w.pos_high, w.pos_skipped, p_worker, v_until, least(c.n, p_max), 0,
+            c.last_id, w.token, w.token, least(c.n, p_max), w.pos_high, w.pos_skipped, p_worker, v_until, 1, 0,
             w.open || w.token, coalesce(w.pos_prune, 64),
             case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid,
             pgque._looked(w.pos_due, p_looked)
@@ -6775,7 +6787,7 @@ begin
         from pgque.position_%1$s p
         where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.pos_fresh > 0 and p.pos_shelf = 0
           and (select j.journal_cur from pgque.journal j where j.journal_id = 1) = %1$s
-          and (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p_batch and z.set_what = 'moved') is null
+          and (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p_batch and z.set_ev_id = 0 and z.set_what = 'moved') is null
         limit 1
         on conflict do nothing;
         return found;
@@ -6924,7 +6936,7 @@ begin
       end if;
       v_pos.pos_done_count := v_count;
     end if;
-    v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): the position has passed this slice
+    v_pos.pos_fresh := 1;
     if v_count = 0 then
       v_pos := pgque._next_from(v_pos);
     end if;
@@ -7222,7 +7234,7 @@ begin
     p_pos.pos_last_batch := p_token;
     p_pos.pos_worker := p_worker;
     p_pos.pos_until := p_until;
-    p_pos.pos_fresh := p_count;
+    p_pos.pos_fresh := (p_count > 0)::int;
     p_pos.pos_prune := coalesce(p_pos.pos_prune, 64);
     if p_sub.sub_role = 'normal' then
       p_pos.pos_open := array[p_token];
@@ -11565,7 +11577,7 @@ $$;
 create or replace function pgque._undone_sql(p_sub pgque.subscriber, p_pos pgque.position, p_and text default '') returns text
 language sql stable as $$
   select pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id)
-    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)', '') || p_and,
+    || coalesce(' and not (' || pgque._has_outcome_sql(p_pos.pos_batch) || ')', '') || p_and,
     null, pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot))
 $$;
 
@@ -11581,9 +11593,8 @@ language sql stable as $$
   select pgque._rows_sql(p_sub.sub_queue, pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
     || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
-    || case when p_position.pos_batch is not null then pg_catalog.format(
-      ' and not (exists (select from pgque.settled s where s.set_batch = %1$s and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)'
-      ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end || p_and,
+    || coalesce(' and not (' || pgque._has_outcome_sql(p_position.pos_batch)
+      || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '') || p_and,
     p_tids, pgque._xids(p_position.pos_snapshot, p_snapshot) * p_xids)
 $$;
 
@@ -15213,6 +15224,32 @@ begin
   drop table if exists pgque.earlier_settled;
 end
 $$;
+
+create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
+language sql as $$ select pgque._give_up($1, $2, $3, $4) $$;
+
+-- For a send() that was waiting.  Not knowing the oldest stored tick, it searches the
+-- slowest consumer.
+create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
+language sql as $$ select 0::bigint $$;
+
+create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
+language plpgsql as $$
+declare
+  v_newest  record := pgque._newest_of_key(p_queue_id, p_key);
+  v_event   pgque.event;
+begin
+  v_event.ev_id := v_newest.ev_id;
+  v_event.ev_owner := v_newest.ev_owner;
+  v_event.ev_retry := v_newest.ev_retry;
+  v_event.ev_time := v_newest.ev_time;
+  v_event.ev_expires := v_newest.ev_expires;
+  return v_event;
+end
+$$;
+
+create or replace function pgque._passed(p_queue_id int, p_id bigint, p_key text) returns boolean
+language sql as $$ select pgque._is_passed($1, $2, n.sent_by) from pgque._newest_of_key($1, $3) n $$;
 
 -- For an ack() that creates a table of the archive, and for a create_queue(), which would
 -- not set the rights on all that it creates.
