@@ -30,7 +30,8 @@
 --
 -- Tests switch ordinary deliveries off: set pgque.ordinary = off.
 
--- Returns the newest position of a subscriber in a leaf, as a query.
+-- Returns the newest position of a subscriber in a leaf, as a query; no row if another leaf
+-- is written.
 --   * tick, fresh: where the next window begins, and whether it is a new one
 --   * open: batches that may be open, without the newest one if that is closed
 --   * p_more: more columns of p
@@ -41,7 +42,9 @@ language sql immutable as $$
     ' p.pos_next_tick is null or p.pos_fresh > 0 and p.pos_last_id is null as fresh,'
     ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_ev_id = 0 and z.set_what = ''closed'') is null then p.pos_open'
     ' else pg_catalog.array_remove(p.pos_open, p.pos_batch) end as open, p.pos_due%3$s'
-    ' from pgque.position_%1$s p where p.pos_sub = %2$s order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
+    ' from pgque.position_%1$s p'
+    ' where p.pos_sub = %2$s and p.leaf = (select j.journal_cur from pgque.journal j where j.journal_id = 1)'
+    ' order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
 $$;
 
 -- Returns the condition that a consumer has nothing but its window to do: no lease may
@@ -91,21 +94,10 @@ begin
             -- The sequence has the newest tick (see _store_tick).  So a poll reads no table of ticks.
             p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
           from pgque.queue q,
-            -- In this order: otherwise the planner reads all consumers of the queue.
-            lateral (
-              select c.co_id from pgque.consumer c where c.co_queue = any (array[0, q.queue_id]) and c.co_name = p_consumer collate pg_catalog."default"
-              offset 0
-            ) c,
-            lateral (
-              select s.sub_id, s.sub_role, s.sub_keyed, s.sub_offsets
-              from pgque.subscriber s
-              where s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
-              offset 0
-            ) s,
-            pgque.journal j, lateral (%2$s) p
+            pgque._named(q.queue_id, p_consumer) s,
+            lateral (%2$s) p
           where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
             and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
-            and j.journal_id = 1 and j.journal_cur = %1$s
             and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id))
           offset 0
         ) l
@@ -143,17 +135,15 @@ declare
     ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_snapshot else p.pos_snapshot end as snapshot,'
     ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_event_seq else p.pos_event_seq end as event_seq,'
     ' case when p.pos_fresh > 0 then p.pos_last_id else p.pos_done_id end as done_id,'
-    ' (select j.journal_cur from pgque.journal j where j.journal_id = 1) = p.leaf as current,'
     -- A worker that has a message for the last time receives nothing besides (_is_suspect).
     ' (select r.ev_owner from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_worker = p_worker and r.ev_batch is not null'
     ' and r.ev_receives > coalesce(r.ev_retry, 0) + 1 and r.ev_receives >= p_attempts and r.ev_retry_after + ''0'' > v_now limit 1) is not null as alone';
 begin
   select pg_catalog.string_agg(pg_catalog.format(
-      'select e.ev_id, e.ev_type, e.ev_data, e.ev_retry, e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key,'
-      ' e.ev_bytes, e.ev_error, e.ev_expires'
+      'select e.*'
       ' from pgque.event_%s_%s e where e.ev_txid >= x.lo and e.ev_txid < x.hi and pg_catalog.pg_visible_in_snapshot(e.ev_txid, w.next_snapshot)'
       ' and (e.ev_owner is null or e.ev_owner = p_sub) and e.ev_id > coalesce(w.done_id, 0)', p_queue_id, n), ' union all ' order by n),
-    pg_catalog.string_agg(pg_catalog.format('select * from pgque.tick_%s_%s', p_queue_id, n), ' union all ' order by n)
+    pg_catalog.string_agg(pg_catalog.format('select tick_id, tick_snapshot, tick_event_seq from pgque.tick_%s_%s', p_queue_id, n), ' union all ' order by n)
   into v_events, v_ticks
   from pg_catalog.generate_series(0, 2) n;
   for n in 0..1 loop
@@ -184,14 +174,15 @@ begin
             order by t.tick_event_seq <= p.event_seq + v_span desc, case when t.tick_event_seq <= p.event_seq + v_span then - t.tick_id else t.tick_id end
             limit 1
           ) n on p.fresh
-          where p.current and not p.alone and %5$s
+          where not p.alone and %5$s
             -- A consumer that was moved back may find an event and its retry in one window.
             and (p.tick < p.pos_high) is not true
             and (pg_catalog.cardinality(p.open) >= p.pos_prune) is not true
             and case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end - p.event_seq <= greatest(10 * p_max, 500)   -- as in _is_big()
         ),
         m as materialized (
-          select e.*
+          select e.ev_id, e.ev_key, e.ev_expires, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_type, e.ev_retry, e.ev_time,
+            e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_error
           from w, lateral (
             select pg_catalog.pg_snapshot_xmax(w.snapshot), pg_catalog.pg_snapshot_xmax(w.next_snapshot)
             union all
@@ -213,20 +204,20 @@ begin
             case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid,
             pgque._looked(w.pos_due, p_looked)
           from (
-            select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id order by m.ev_id))[p_max] end as last_id,
-              count(m.ev_key) + count(m.ev_expires) as optional,
-              sum(case when p_bytes is null then 0 else pgque._size(m.ev_data, m.ev_bytes, m.ev_headers) end) as bytes
+            select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id))[p_max] end as last_id,
+              count(*) filter (where m.ev_key is not null or m.ev_expires is not null) as optional,
+              sum(pgque._size(m.ev_data, m.ev_bytes, m.ev_headers)) filter (where p_bytes is not null) as bytes
             from m
           ) c, w
           -- The first messages with a key or a ttl may not be noted in the queue's row yet.
           where c.n > 0 and c.optional = 0 and (c.bytes > p_bytes) is not true
-          returning pos_batch
+          returning pos_batch, pos_last_id
         )
+        -- As above, m is read in its order: there is one row of d, and no other way to join it.
         select m.ev_id, d.pos_batch, m.ev_type, m.ev_data, coalesce(m.ev_retry, 0), m.ev_time, m.ev_extra1, m.ev_extra2, m.ev_extra3, m.ev_extra4,
           m.ev_headers, m.ev_key, m.ev_bytes, coalesce(m.ev_retry, 0) + 1, m.ev_error, m.ev_expires, p_queue
         from d, m
-        order by m.ev_id
-        limit p_max;
+        where (m.ev_id > d.pos_last_id) is not true;
       end
       $body$
       $template$, p_queue_id, n, pgque._newest_sql(n, 'p_sub', v_more), v_ticks, pgque._quiet_sql(), v_events));

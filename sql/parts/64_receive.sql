@@ -269,11 +269,12 @@ begin
   then
     return false;
   end if;
-  -- The sequence has the newest tick (see _store_tick).  So most polls read no table of ticks.
+  -- The sequence has the newest tick (see _store_tick), so that most polls read no table of
+  -- ticks.  An old snapshot may not show this tick.
   return exists (
       select from pgque.queue q
       where q.queue_id = p_sub.sub_queue and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
-    or (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
+    or pgque._old_snapshot() and (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
 end
 $$;
 

@@ -8,34 +8,30 @@ create or replace function pgque._ack(p_batch bigint, caller pgque.caller defaul
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   v_found  record;
+  v_held   boolean;
   v_sub    pgque.subscriber;
   v_count  bigint;
 begin
-  with batch as materialized (
-    select s.sub_id, s.sub_queue, s.sub_role, q.queue_archive_on_ack as archives, j.journal_cur as leaf
-    from pgque.subscriber s
-    join pgque.queue q on q.queue_id = s.sub_queue
-    join pgque.journal j on j.journal_id = 1
-    where (s.sub_id & 1048575) = (p_batch & 1048575)::int
-      and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue))
-  ),
-  held as (
-    -- After a wait for the lock, the condition on the role holds for the row as it is then.
-    select s.sub_id from pgque.subscriber s
-    where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') and s.sub_role = 'normal'
-    for no key update
-  )
-  select b.*, (b.sub_role = 'pool' or h.sub_id is not null) and not b.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
-      and coalesce(current_setting('pgque.ordinary', true), '') <> 'off' as ordinary,
-    case when b.sub_role = 'pool' then pg_advisory_xact_lock_shared(hashtext('pgque.batches'), b.sub_queue) end,
-    case when b.sub_role = 'pool' then pg_advisory_xact_lock(p_batch) end
-  into v_found
-  from batch b
-  left join held h on true;
+  select s.sub_id, s.sub_queue, s.sub_role, q.queue_archive_on_ack as archives into v_found
+  from pgque.subscriber s, pgque.queue q
+  where (s.sub_id & 1048575) = (p_batch & 1048575)::int and q.queue_id = s.sub_queue
+    and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
   if not found then
     return 0;
-  elsif v_found.ordinary and (case v_found.leaf when 0 then pgque._done_0(p_batch, v_found.sub_id) else pgque._done_1(p_batch, v_found.sub_id) end) then
-    return 1;
+  elsif not v_found.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
+    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
+  then
+    if v_found.sub_role = 'pool' then
+      -- As in _lock_batch().  An assignment runs no statement.
+      v_held := pg_advisory_xact_lock_shared(hashtext('pgque.batches'), v_found.sub_queue) is not null and pg_advisory_xact_lock(p_batch) is not null;
+    else
+      -- After a wait for the lock, the condition on the role holds for the row as it is then.
+      perform from pgque.subscriber s where s.sub_id = v_found.sub_id and s.sub_role = 'normal' for no key update;
+      v_held := found;
+    end if;
+    if v_held and (case pg_sequence_last_value('pgque.journal_leaf') when 1 then pgque._done_1(p_batch, v_found.sub_id) else pgque._done_0(p_batch, v_found.sub_id) end) then
+      return 1;
+    end if;
   end if;
   v_sub := pgque._batch_owner(p_batch);
   if v_found.archives then

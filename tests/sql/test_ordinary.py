@@ -78,7 +78,7 @@ def worker(pool: Connection, request: pytest.FixtureRequest) -> str | None:
     return chosen
 
 
-def test_a_delivery_and_its_ack_are_five_statements_and_an_empty_poll_is_one(
+def test_a_delivery_and_its_ack_are_six_statements_or_five_of_a_worker_and_an_empty_poll_is_one(
     pool: Connection, worker: str | None
 ) -> None:
     try:
@@ -109,7 +109,7 @@ def test_a_delivery_and_its_ack_are_five_statements_and_an_empty_poll_is_one(
         delivered = len(ran) - 1
         assert ack(pool, batch[0].batch_id) == 1
         offer(pool, "q", 3)
-    assert (delivered, acked, polled) == (3, 2, 1), ran
+    assert (delivered, acked, polled) == (3, 2 if worker else 3, 1), ran
 
 
 def test_an_empty_poll_takes_no_transaction_id(pool: Connection, worker: str | None) -> None:
