@@ -106,8 +106,8 @@ $$;
 --   * settled: how many of its messages have an outcome
 --   * extended, until: how often its lease was extended, and when it ends
 --   * lost: whether its worker got the answer that a message is lost
--- A batch of which the place is retry stays in that state without messages.  So a batch
--- is open or not by _is_open().
+-- A batch keeps the place retry when its last message there was taken away: whether it
+-- is open says _is_open().
 create or replace function pgque._states(
   p_sub int, p_batches bigint[],
   out token bigint, out lease pgque.position, out place text, out settled bigint, out extended bigint, out until timestamptz, out lost boolean
@@ -318,6 +318,10 @@ begin
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   if p_sub.sub_role = 'pool' and v_place = 'retry' then
     return found::int;
+  end if;
+  if pgque._old_snapshot() then
+    -- This snapshot may not see that the batch was moved: the primary key finds it out.
+    perform pgque._record(p_batch, 'moved');
   end if;
   return (pgque._record(p_batch, 'closed') is not null)::int;
 end

@@ -28,6 +28,7 @@ from sql.helpers import (
     rows,
     send,
     send_many,
+    set_visibility,
     subscribe,
     take,
     tick,
@@ -115,6 +116,19 @@ def test_a_nack_from_a_snapshot_older_than_the_batchs_ack_is_refused(
     stale = transaction(isolation)
     ack(conn, batch)
     refused("40001", nack_ids, stale, batch, sent[:1])
+
+
+@OLD
+def test_an_ack_from_a_snapshot_older_than_a_move_to_the_retry_queue_is_refused(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    offer(conn, subscribed, 2)
+    batch = take(conn, subscribed, "w", 2)
+    stale = transaction(isolation)
+    set_visibility(conn, batch[0].batch_id, "1 hour")
+    refused("40001", ack, stale, batch[0].batch_id)
+    stale.execute("rollback")
+    assert [ack(stale, batch[0].batch_id) for _ in range(2)] == [1, 0]
 
 
 @OLD
