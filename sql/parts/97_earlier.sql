@@ -13,6 +13,14 @@ create or replace function pgque._sift(
 )
 language sql as $$ select * from pgque._sift(p_queue, p_sub, p_pos, p_token, p_max, case when not p_whole then 0::bigint end) $$;
 
+-- For calls that were giving up messages.
+create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
+language sql as $$ select pgque._give_up(p_queue, p_sub, p_item, p_reason) $$;
+
+-- For senders that were checking max_depth: they search the slowest consumer.
+create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
+language sql as $$ select 0::bigint $$;
+
 -- For calls that had begun to build a query when the upgrade overtook them.
 create or replace function pgque._overtaken() returns text
 language plpgsql as $$
