@@ -255,7 +255,6 @@ do $$
 declare
   v_extension  oid;
   v_queue      pgque.queue;
-  v_called     boolean;
 begin
   begin
     perform pg_extension_config_dump('pgque.queue'::regclass, '');
@@ -273,10 +272,8 @@ begin
     perform pgque._create_reader(v_queue.queue_id, false);
     begin
       -- Not pg_sequence_last_value(): its lock would stay.
-      execute format('select s.is_called from %s s', v_queue.queue_tick_seq) into v_called;
-      if not v_called then
-        perform setval(v_queue.queue_tick_seq, (pgque._last_tick(v_queue)).tick_id);
-      end if;
+      execute format('select setval(%1$L, $1) from %1$s s where not s.is_called or s.last_value < $1', v_queue.queue_tick_seq)
+      using (pgque._last_tick(v_queue)).tick_id;
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
