@@ -180,7 +180,8 @@ create table if not exists pgque.queue (
   queue_tick_storage       bigint not null default 67108864
     constraint queue_tick_storage_range check (queue_tick_storage >= 1048576),
   queue_reader             text,
-  queue_incarnation        uuid
+  queue_incarnation        uuid,
+  queue_floor              bigint not null default 0
 ) with (fillfactor = 50);
 comment on table pgque.queue is 'The queues with their settings; see alter_queue().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
@@ -363,7 +364,10 @@ comment on table pgque.subscriber is 'Identity of consumers and workers, locked 
 --                                pos_last_id (null: to the end of the window)
 --   pos_last_batch               the newest batch id that it was given
 --   pos_worker, pos_until        whose the batch is and how long
---   pos_fresh, pos_done_count    whether it came from the log (above 0), and how many
+--   pos_fresh                    above 0: these ids of the log were delivered, so the next
+--                                delivery begins after them
+--   pos_done_count               how many they are, with those that were left out and
+--                                have their outcome; in a batch of next_batch() at most
 --   pos_shelf                    how many came from the retry queue
 --   pos_keys                     the order keys of its messages
 --   pos_open, pos_prune          batches that may be open, and when to check them
@@ -429,7 +433,8 @@ comment on table pgque.position is 'Journal of positions; the newest row of a su
 --     queue, under its id
 --   * extended: its lease ends at set_until; set_ev_id counts the extensions
 --   * lost: its worker got the answer that a message is lost
--- The key decides between two sessions that record the same.
+-- In the other rows set_ev_id is 0.  The key decides between two sessions that record the
+-- same.
 do $$
 begin
   if to_regtype('pgque.settled_what') is null then
@@ -807,7 +812,7 @@ declare
 begin
   for v_journal in
     select j.name, j.key, n as leaf
-    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_what, set_ev_id'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
+    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id, set_what'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
       ('idempotency', 'idem_queue, idem_key, idem_n'), ('sink_attempt', 'attempt'), ('sink_stage', 'attempt, n'), ('sink_epoch', 'sink_id, epoch, part')) j (name, key)
     cross join generate_series(0, 1) n
   loop
@@ -826,7 +831,9 @@ do $$
 declare
   v_key  record;
 begin
-  perform pgque._add_columns('pgque.queue', 'queue_incarnation uuid');
+  perform pgque._add_columns('pgque.queue', $c$
+    queue_incarnation uuid;
+    queue_floor bigint not null default 0$c$);
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
   -- A parallel restore loads the tables of an extension in any order, so they refer to
@@ -873,6 +880,8 @@ comment on column pgque.queue.queue_tick_gap is
 comment on column pgque.queue.queue_tick_storage is
   'Size of the stored ticks: when those in the current table reach a third of it, the queue rotates before its period. Unit: bytes.';
 comment on column pgque.queue.queue_reader is 'Unused since 0.9.';
+comment on column pgque.queue.queue_floor is
+  'Event sequence of the oldest tick that was stored at the last rotation: no consumer stands before it, so that max_depth is checked by a subtraction.';
 comment on column pgque.queue.queue_incarnation is
   'Identity of the queue since it was loaded from a dump, because its ticks begin anew then; NULL if it never was: then queue_uid is its identity. '
   'See queue_incarnation().';

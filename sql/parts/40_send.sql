@@ -60,8 +60,7 @@ begin
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
     ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, p_type, p_data,
-    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes,
-    case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
+    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes, pgque._expires(q)
   from pgque.queue q
   where q.queue_name = p_queue collate "default" and q.queue_open
     -- In this order: a role without a right must not learn that the queue is full.
@@ -99,24 +98,36 @@ create or replace function pgque._room(p_queue pgque.queue, p_count bigint) retu
 language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
 
 -- Returns how many more messages a queue with max_depth takes; PQ003 if fewer than
--- p_count.  The session remembers up to which id there is room: consumers only move
--- forward, and each message uses an id.  The remembered value is not valid
+-- p_count.  Each message uses an id, and no consumer stands before queue_floor: so far
+-- from the limit, a subtraction is enough.
+-- Nearer to it the session remembers up to which id there is room: consumers only move
+-- forward.  The remembered value is not valid
 --   * after a change of the queue's row, such as another max_depth;
 --   * after _depth_grows(), or while a transaction that called it is open;
 --   * beyond a transaction with an old snapshot.
 -- The value has a seal, because every role can set it.
 create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+language plpgsql as $$
 declare
-  v_name    text := 'pgque.depth_' || p_queue.queue_id;
-  v_known   text := current_setting(v_name, true);
-  v_upto    text := split_part(v_known, ' ', 1);
-  v_grown   bigint := coalesce(pg_sequence_last_value('pgque.depth_growth'), 0);
-  v_last    bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
-  v_class   int := hashtext('pgque.depth');
+  v_last    bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0);
+  v_left    bigint := p_queue.queue_max_depth - (v_last - p_queue.queue_floor);
+  v_name    text;
+  v_known   text;
+  v_upto    text;
+  v_grown   bigint;
+  v_class   int;
   v_steady  boolean;
-  v_left    bigint;
 begin
+  if v_left >= p_count and v_last >= p_queue.queue_floor and not p_queue.queue_external_ticker
+    -- Delayed messages and retries may be older.
+    and not exists (select from pgque.retry_queue r where r.ev_queue = p_queue.queue_id and r.ev_id <= p_queue.queue_floor)
+  then
+    return v_left;
+  end if;
+  v_name := 'pgque.depth_' || p_queue.queue_id;
+  v_known := pg_catalog.current_setting(v_name, true);
+  v_upto := pg_catalog.split_part(v_known, ' ', 1);
+  v_grown := coalesce(pg_catalog.pg_sequence_last_value('pgque.depth_growth'), 0);
   if v_known = pgque._sealed(v_upto, p_queue.queue_xid, v_grown) then
     v_left := v_upto::bigint - v_last;
     if v_left >= p_count then
@@ -124,12 +135,13 @@ begin
     end if;
   end if;
   -- Only a transaction that called _depth_grows() holds this lock for long.
-  v_steady := pg_try_advisory_lock(v_class, p_queue.queue_id) and pg_advisory_unlock(v_class, p_queue.queue_id);
+  v_class := pg_catalog.hashtext('pgque.depth');
+  v_steady := pg_catalog.pg_try_advisory_lock(v_class, p_queue.queue_id) and pg_catalog.pg_advisory_unlock(v_class, p_queue.queue_id);
   v_left := pgque._find_room(p_queue, p_count, v_last);
   if v_left is null then
     return greatest(p_queue.queue_max_depth, p_count);
   elsif v_steady then
-    perform set_config(v_name, pgque._sealed((v_last + v_left)::text, p_queue.queue_xid, v_grown), pgque._old_snapshot());
+    perform pg_catalog.set_config(v_name, pgque._sealed((v_last + v_left)::text, p_queue.queue_xid, v_grown), pgque._old_snapshot());
   end if;
   return v_left;
 end
@@ -156,11 +168,9 @@ $$;
 
 -- Returns how many more messages a queue takes after an id; PQ003 if fewer than
 -- p_count.  Null: there is no consumer and no delayed message, so nothing counts.
--- Three checks, the cheapest first:
---   * No consumer stands before the oldest stored tick.
---   * The slowest consumer is searched.  There may be ten thousand consumers.
---   * Near the limit the messages are counted, because rolled-back sends use ids too.
---     This is always so with an external ticker, whose event_seq may mean anything.
+-- The slowest consumer is searched; there may be ten thousand consumers.  Near the limit
+-- the messages are counted, because rolled-back sends use ids too.  This is always so with
+-- an external ticker, whose event_seq may mean anything.
 create or replace function pgque._find_room(p_queue pgque.queue, p_count bigint, p_last bigint) returns bigint
 language plpgsql as $$
 declare
@@ -169,11 +179,6 @@ declare
   v_left     bigint;
 begin
   select min(r.ev_id) - 1 into v_waiting from pgque.retry_queue r where r.ev_queue = p_queue.queue_id;
-  v_oldest := least(pgque._first_event_seq(p_queue.queue_id), v_waiting);
-  v_left := p_queue.queue_max_depth - (p_last - v_oldest);
-  if v_left >= p_count and not p_queue.queue_external_ticker and v_oldest <= p_last then
-    return v_left;
-  end if;
   select least(min(p.pos_event_seq), v_waiting) into v_oldest
   from pgque.subscriber s
   cross join lateral pgque._oldest_need(s.sub_id) p
@@ -191,23 +196,6 @@ begin
       pg_catalog.format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
-end
-$$;
-
--- Returns the event sequence of the oldest stored tick of a queue, and releases the
--- locks of the read: they would postpone rotation until the sender's transaction ends.
-create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
-language plpgsql as $$
-declare
-  v_seq  bigint;
-begin
-  execute pg_catalog.format('select t.tick_event_seq from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(p_queue_id)) into v_seq;
-  perform pgque._let_go();
-  return null;
-exception
-  when sqlstate 'PQ099' or undefined_table then
-    -- An old snapshot may show no tick, and a dropped queue has none.
-    return coalesce(v_seq, 0);
 end
 $$;
 
@@ -229,8 +217,13 @@ $$;
 
 -- Returns the elements of an array in one dimension, counted from 1.
 create or replace function pgque._flat(p_array anyarray) returns anyarray
-language sql immutable as $$
-  select case when pg_catalog.array_ndims($1) > 1 or pg_catalog.array_lower($1, 1) <> 1 then array(select e from pg_catalog.unnest($1) e) else $1 end
+language plpgsql immutable as $$
+begin
+  if pg_catalog.array_ndims(p_array) > 1 or pg_catalog.array_lower(p_array, 1) <> 1 then
+    return array(select e from pg_catalog.unnest(p_array) e);
+  end if;
+  return p_array;
+end
 $$;
 
 -- Refuses options that do not fit the messages or are invalid: PQ005.
@@ -309,7 +302,7 @@ declare
   v_ends     timestamptz[];
   v_ids      bigint[];
   v_stored   int;
-  v_delayed  int;
+  v_delayed  int := 0;
   v_last     bigint;
 begin
   -- Counted from 1 in one dimension, whatever the caller's arrays are.
@@ -332,25 +325,27 @@ begin
   end if;
 
   v_ids := array(select case when p then nextval(v_queue.queue_event_seq) end from unnest(v_plain) p);
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
-  select q.slot, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
-  from (
-    select q.queue_id * 3 + q.queue_cur_table as slot
-    from pgque.queue q
-    where q.queue_id = v_queue.queue_id and not q.queue_restored
-    offset 0
-  ) q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
-    m (id, type, data, bytes, headers, due, ends, partition_key)
-  where m.id is not null and m.due is null;
-  get diagnostics v_stored = row_count;
-  insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
-  select m.due, q.queue_id, 0, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
-  from pgque.queue q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
-    m (id, type, data, bytes, headers, due, ends, partition_key)
-  where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
-  get diagnostics v_delayed = row_count;
-  if v_stored + v_delayed < v_without then
-    perform pgque._no_queue(v_queue.queue_name);   -- the queue was dropped meanwhile
+  if v_without > 0 then
+    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
+    select q.slot, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+    from (
+      select q.queue_id * 3 + q.queue_cur_table as slot
+      from pgque.queue q
+      where q.queue_id = v_queue.queue_id and not q.queue_restored
+      offset 0
+    ) q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
+      m (id, type, data, bytes, headers, due, ends, partition_key)
+    where m.id is not null and m.due is null;
+    get diagnostics v_stored = row_count;
+    insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
+    select m.due, q.queue_id, 0, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+    from pgque.queue q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
+      m (id, type, data, bytes, headers, due, ends, partition_key)
+    where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
+    get diagnostics v_delayed = row_count;
+    if v_stored + v_delayed < v_without then
+      perform pgque._no_queue(v_queue.queue_name);   -- the queue was dropped meanwhile
+    end if;
   end if;
   if v_without < v_count then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
@@ -499,7 +494,7 @@ create or replace function pgque._send_keyed(
 language plpgsql as $$
 declare
   v_txid  xid8 := pg_catalog.pg_current_xact_id();
-  v_last  pgque.event;
+  v_last  record;
   v_id    bigint;
 begin
   if pgque._old_snapshot() then
@@ -520,9 +515,9 @@ begin
   if v_id is not null then
     return v_id;
   end if;
-  v_last := pgque._last_of_key(p_queue.queue_id, p_key);
+  v_last := pgque._newest_of_key(p_queue.queue_id, p_key);
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and (v_last.ev_expires > pgque.clock()) is not false
-    and not pgque._passed(p_queue.queue_id, v_last.ev_id, p_key)
+    and not pgque._is_passed(p_queue.queue_id, v_last.ev_id, v_last.sent_by)
   then
     -- The ticker checks queues whose sequence moved.
     perform pg_catalog.nextval(p_queue.queue_event_seq);
@@ -564,44 +559,59 @@ exception
 end
 $$;
 
--- Returns the newest row of a key.
-create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_last  pgque.event;
+-- Returns the query for the newest row of the key $1, and for the transaction that sent
+-- its message; null: that row is no longer stored.
+create or replace function pgque._newest_of_key_sql(p_queue_id int) returns text
+language sql stable as $$
+  select 'select l.ev_id, l.ev_owner, l.ev_retry, l.ev_time, l.ev_expires, f.ev_txid from (select e.* from ('
+    || pg_catalog.string_agg('(select e.ev_id, e.ev_owner, e.ev_retry, e.ev_time, e.ev_expires from ' || l.rows
+      || ' order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)', ' union all ')
+    || ') e order by e.ev_id desc, e.ev_retry desc limit 1) l left join lateral ('
+    || pg_catalog.string_agg('select e.ev_txid from ' || l.rows || ' and e.ev_id = l.ev_id and e.ev_retry = 0', ' union all ')
+    || ' limit 1) f on true'
+  from (
+    select pg_catalog.format('pgque.event_%s_%s e where e.ev_key = $1 and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n) as rows
+    from pg_catalog.generate_series(0, 2) n
+  ) l
+$$;
+
+-- Creates the function for that query, since a session keeps its plan.
+create or replace function pgque._create_key_reader(p_queue_id int) returns void
+language plpgsql as $$
 begin
-  execute (
-    select 'select (e.e).* from (' || pg_catalog.string_agg(pg_catalog.format(
-      '(select row(e.*)::pgque.event as e from pgque.event_%s_%s e where e.ev_key = $1 and (e.ev_owner is null or e.ev_owner <= 0)'
-      ' order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)', p_queue_id, n), ' union all ')
-      || ') e order by (e.e).ev_id desc, (e.e).ev_retry desc limit 1'
-    from pg_catalog.generate_series(0, 2) n)
-  into v_last using p_key;
-  return v_last;
+  perform pgque._compile(pg_catalog.format(
+    'create or replace function pgque._key_%s(p_key text, out ev_id bigint, out ev_owner int, out ev_retry int, out ev_time timestamptz,'
+    ' out ev_expires timestamptz, out sent_by xid8)'
+    ' language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$'
+    ' begin %s into ev_id, ev_owner, ev_retry, ev_time, ev_expires, sent_by; end $body$', p_queue_id, pgque._newest_of_key_sql(p_queue_id)));
 end
 $$;
 
--- Returns whether a consumer has passed a pending message, or reads it as part of a
--- whole window.
-create or replace function pgque._passed(p_queue_id int, p_id bigint, p_key text) returns boolean
+-- Returns the newest row of a key.
+create or replace function pgque._newest_of_key(
+  p_queue_id int, p_key text,
+  out ev_id bigint, out ev_owner int, out ev_retry int, out ev_time timestamptz, out ev_expires timestamptz, out sent_by xid8
+)
 language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_txid  xid8;
 begin
-  execute (
-    select pg_catalog.string_agg(pg_catalog.format(
-      'select e.ev_txid from pgque.event_%s_%s e where e.ev_key = $1 and e.ev_id = $2 and e.ev_retry = 0 and (e.ev_owner is null or e.ev_owner <= 0)',
-      p_queue_id, n), ' union all ')
-    from pg_catalog.generate_series(0, 2) n)
-  into v_txid using p_key, p_id;
-  return v_txid is null or exists (
+  execute 'select * from pgque._key_' || p_queue_id || '($1)'
+  into ev_id, ev_owner, ev_retry, ev_time, ev_expires, sent_by using p_key;
+end
+$$;
+
+-- Returns whether a consumer has passed a pending message that a transaction sent, or
+-- reads it as part of a whole window.
+create or replace function pgque._is_passed(p_queue_id int, p_id bigint, p_sent_by xid8) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return p_sent_by is null or exists (
     select
     from pgque.subscriber s
     cross join lateral pgque._next_from(pgque._position(s.sub_id)) p
     where s.sub_queue = p_queue_id and s.sub_main is null
       and not exists (select from pgque.retry_queue r where r.ev_owner + 0 = s.sub_id and r.ev_id = p_id)
-      and (pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_snapshot)
-        or pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_next_snapshot) and p_id <= p.pos_done_id));
+      and (pg_catalog.pg_visible_in_snapshot(p_sent_by, p.pos_snapshot)
+        or pg_catalog.pg_visible_in_snapshot(p_sent_by, p.pos_next_snapshot) and p_id <= p.pos_done_id));
 end
 $$;
 

@@ -318,6 +318,7 @@ begin
     pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
     pg_catalog.format(v_events, 'e.ev_txid = any (v_late)')));
   perform pgque._create_ordinary(p_queue_id);
+  perform pgque._create_key_reader(p_queue_id);
   if p_rights then
     perform pgque._set_rights(array(select r.func::oid from pgque._readers_of(p_queue_id) r (func)));
   end if;
@@ -348,5 +349,5 @@ language sql stable as $$
   select p.oid::regprocedure
   from pg_catalog.pg_proc p
   where p.pronamespace = 'pgque'::regnamespace and p.proname = any (array[
-    '_ticks_' || p_queue_id, '_events_' || p_queue_id, '_ordinary_' || p_queue_id || '_0', '_ordinary_' || p_queue_id || '_1']::name[])
+    '_ticks_' || p_queue_id, '_events_' || p_queue_id, '_key_' || p_queue_id, '_ordinary_' || p_queue_id || '_0', '_ordinary_' || p_queue_id || '_1']::name[])
 $$;

@@ -209,9 +209,9 @@ begin
   end if;
   foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
     if v_token = p_pos.pos_batch and p_pos.leaf = p_leaf and p_leaf = 0 then
-      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_what = 'closed');
+      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
     elsif v_token = p_pos.pos_batch and p_pos.leaf = p_leaf then
-      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_what = 'closed');
+      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
     else
       continue when pgque._still_open(p_sub, array[v_token]) = '{}';
     end if;
@@ -258,11 +258,19 @@ begin
 end
 $$;
 
+-- Returns the condition that a row e has its outcome in a batch.  It is a probe of the
+-- index: EXISTS lets the planner compare each row with all outcomes of the batch.  Null for
+-- no batch.
+create or replace function pgque._has_outcome_sql(p_batch bigint) returns text
+language sql immutable strict as $$
+  select pg_catalog.format(
+    '(select s.set_batch from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id and s.set_what = ''outcome'' limit 1) is not null', p_batch)
+$$;
+
 -- Returns a query for the rows of a batch that came from the log and have no outcome.
 create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '', p_places text[] default null) returns text
 language sql as $$
-  select pgque._slice_sql(p_sub, p_lease, p_and || pg_catalog.format(
-    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)', p_lease.pos_batch), p_places => p_places)
+  select pgque._slice_sql(p_sub, p_lease, p_and || ' and not (' || pgque._has_outcome_sql(p_lease.pos_batch) || ')', p_places => p_places)
 $$;
 
 -- Returns whether a worker's batch in the retry queue still has all of its messages,
@@ -326,23 +334,23 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_token  bigint := nullif(coalesce(p_token, p_lease.pos_batch), 0);
   v_rows   text := pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, p_lease));
-  v_count  bigint;
+  v_ids    bigint[];
 begin
   execute pg_catalog.format(
+    'with moved as ('
     'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
     -- If the consumer was moved back, the message may already be in the retry queue.
     -- Then this batch takes it over from the one that has it there.
     ' on conflict (ev_owner, ev_id, ev_queue) do update'
-    ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)',
-    v_rows)
+    ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)'
+    ' returning ev_id) select pg_catalog.array_agg(m.ev_id) from moved m', v_rows)
+  into v_ids
   using p_sub, p_due, v_token, case when v_token is not null then coalesce(p_worker, p_lease.pos_worker) end, p_deliveries;
-  get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
     -- This snapshot may not see that the batch was closed, or that a message has its
     -- outcome: the primary key finds it out.  The rows for this check are undone.
     begin
-      perform pgque._record(p_lease.pos_batch, 'closed'), pgque._record(p_lease.pos_batch, 'outcome', array(
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token));
+      perform pgque._record(p_lease.pos_batch, 'closed'), pgque._record(p_lease.pos_batch, 'outcome', v_ids);
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
@@ -350,7 +358,7 @@ begin
     end;
   end if;
   perform pgque._record(p_lease.pos_batch, 'moved');
-  return v_count;
+  return coalesce(pg_catalog.cardinality(v_ids), 0);
 end
 $$;
 
@@ -430,7 +438,7 @@ begin
     return true;
   elsif v_place is null then
     -- The row that closes a batch must be in each leaf that has its delivery.
-    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'closed' and s.leaf = p_cur);
+    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.set_what = 'closed' and s.leaf = p_cur);
   end if;
   return v_there
     and not exists (

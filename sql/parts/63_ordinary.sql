@@ -39,7 +39,7 @@ language sql immutable as $$
   select pg_catalog.format(
     'select p.pos_lapse, case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_tick else p.pos_tick end as tick,'
     ' p.pos_next_tick is null or p.pos_fresh > 0 and p.pos_last_id is null as fresh,'
-    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_what = ''closed'') is null then p.pos_open'
+    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_ev_id = 0 and z.set_what = ''closed'') is null then p.pos_open'
     ' else pg_catalog.array_remove(p.pos_open, p.pos_batch) end as open, p.pos_due%3$s'
     ' from pgque.position_%1$s p where p.pos_sub = %2$s order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
 $$;
@@ -208,7 +208,7 @@ begin
             pos_last_id, pos_batch, pos_last_batch, pos_done_count, pos_high, pos_skipped, pos_worker, pos_until, pos_fresh, pos_shelf,
             pos_open, pos_prune, pos_lapse, pos_paid, pos_due)
           select p_sub, w.pos_seq + 1, v_now, w.tick, w.snapshot, w.event_seq, w.next_tick, w.next_snapshot, w.next_event_seq, w.done_id,
-            c.last_id, w.token, w.token, least(c.n, p_max), w.pos_high, w.pos_skipped, p_worker, v_until, least(c.n, p_max), 0,
+            c.last_id, w.token, w.token, least(c.n, p_max), w.pos_high, w.pos_skipped, p_worker, v_until, 1, 0,
             w.open || w.token, coalesce(w.pos_prune, 64),
             case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid,
             pgque._looked(w.pos_due, p_looked)
@@ -251,7 +251,7 @@ begin
         from pgque.position_%1$s p
         where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.pos_fresh > 0 and p.pos_shelf = 0
           and (select j.journal_cur from pgque.journal j where j.journal_id = 1) = %1$s
-          and (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p_batch and z.set_what = 'moved') is null
+          and (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p_batch and z.set_ev_id = 0 and z.set_what = 'moved') is null
         limit 1
         on conflict do nothing;
         return found;

@@ -137,7 +137,7 @@ begin
       end if;
       v_pos.pos_done_count := v_count;
     end if;
-    v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): the position has passed this slice
+    v_pos.pos_fresh := 1;
     if v_count = 0 then
       v_pos := pgque._next_from(v_pos);
     end if;
@@ -435,7 +435,7 @@ begin
     p_pos.pos_last_batch := p_token;
     p_pos.pos_worker := p_worker;
     p_pos.pos_until := p_until;
-    p_pos.pos_fresh := p_count;
+    p_pos.pos_fresh := (p_count > 0)::int;
     p_pos.pos_prune := coalesce(p_pos.pos_prune, 64);
     if p_sub.sub_role = 'normal' then
       p_pos.pos_open := array[p_token];

@@ -240,7 +240,7 @@ create or replace function pgque.purge_key(queue_name text, key text, caller pgq
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_last   pgque.event;
+  v_last   record;
   v_count  bigint;
 begin
   perform pgque._need_read_committed('purge_key()');
@@ -252,8 +252,8 @@ begin
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
   get diagnostics v_count = row_count;
   -- Only under the lock: the pump may have moved the message into the log before.
-  v_last := pgque._last_of_key(v_queue.queue_id, $2);
-  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._passed(v_queue.queue_id, v_last.ev_id, $2) then
+  v_last := pgque._newest_of_key(v_queue.queue_id, $2);
+  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._is_passed(v_queue.queue_id, v_last.ev_id, v_last.sent_by) then
     insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
     select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
     from pgque.queue q

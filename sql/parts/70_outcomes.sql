@@ -106,7 +106,7 @@ begin
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
   v_lease := v_state.lease;
   if v_state.place = 'log' and pgque._old_snapshot() then
-    -- A row lock finds out whether the snapshot is too old.
+    -- To move the batch finds out whether the snapshot is too old.
     perform pgque._shelve(v_sub, v_lease, v_state.until);
     v_state.place := 'retry';
   end if;

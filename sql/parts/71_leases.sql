@@ -60,14 +60,12 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._pool_of(p_batch);
   v_now    timestamptz := pgque.clock();
-  v_lease  pgque.position;
   v_state  record;
   v_until  timestamptz;
   v_held   int;
 begin
   perform pgque._lock_batch(v_sub, p_batch) where v_sub.sub_id is not null;
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
-  v_lease := v_state.lease;
   with found as materialized (
     select e.ctid from pgque.retry_queue e
     where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
@@ -80,17 +78,13 @@ begin
   get diagnostics v_held = row_count;
   if v_state.place = 'log' then
     v_until := case when p_extend then greatest(v_state.until, v_now) else v_now end + p_span;
-    if p_extend then
+    if p_extend and not pgque._old_snapshot() then
       perform pgque._record(p_batch, 'extended', array[v_state.extended + 1], v_until);
-      v_held := v_held + v_lease.pos_done_count - v_state.settled;
-    end if;
-    if not p_extend then
-      -- A lease that may end earlier is checked in the retry queue.
-      v_held := v_held + pgque._shelve(v_sub, v_lease, v_until);
-    elsif pgque._old_snapshot() then
-      -- This snapshot does not show whether the batch was closed: a row lock finds it
-      -- out.
-      perform pgque._shelve(v_sub, v_lease, v_until);
+      v_held := v_held + (v_state.lease).pos_done_count - v_state.settled;
+    else
+      -- A lease that may end earlier is checked in the retry queue.  And an old snapshot
+      -- may not show that the batch was closed: to move it finds it out.
+      v_held := v_held + pgque._shelve(v_sub, v_state.lease, v_until);
     end if;
   end if;
   return v_held;
@@ -108,11 +102,7 @@ declare
 begin
   select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
   if v_state.place = 'log' then
-    if pgque._old_snapshot() then
-      perform pgque._shelve(p_sub, v_state.lease, pgque.clock());   -- finds the messages by their batch id, so the update counts them
-    else
-      v_fresh := pgque._shelve(p_sub, v_state.lease, pgque.clock(), 0);
-    end if;
+    v_fresh := pgque._shelve(p_sub, v_state.lease, pgque.clock(), 0);
   end if;
   -- A maintenance session that has one of them locked may roll back: this waits for it.
   update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()

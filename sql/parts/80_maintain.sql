@@ -65,6 +65,7 @@ declare
   v_current   text;
   v_slowest   pgque.tick;
   v_needed    boolean;
+  v_floor     bigint;
 begin
   perform pgque._need_read_committed('rotation');
   if v_queue.queue_restored or not (pgque._is_due(v_queue.queue_switch_time, v_queue.queue_rotation_period)
@@ -132,8 +133,9 @@ begin
       perform pgque._forget_ticks(v_id, v_next);
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
+    execute format('select t.tick_event_seq from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(v_id)) into v_floor;
     update pgque.queue q
-    set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pgque._mark()
+    set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_floor = coalesce(v_floor, q.queue_floor), queue_xid = pgque._mark()
     where q.queue_id = v_id;
     return 1;
   exception
@@ -466,7 +468,7 @@ $$;
 create or replace function pgque._undone_sql(p_sub pgque.subscriber, p_pos pgque.position, p_and text default '') returns text
 language sql stable as $$
   select pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id)
-    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)', '') || p_and,
+    || coalesce(' and not (' || pgque._has_outcome_sql(p_pos.pos_batch) || ')', '') || p_and,
     null, pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot))
 $$;
 
@@ -482,9 +484,8 @@ language sql stable as $$
   select pgque._rows_sql(p_sub.sub_queue, pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
     || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
-    || case when p_position.pos_batch is not null then pg_catalog.format(
-      ' and not (exists (select from pgque.settled s where s.set_batch = %1$s and s.set_what = ''outcome'' and s.set_ev_id = e.ev_id)'
-      ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end || p_and,
+    || coalesce(' and not (' || pgque._has_outcome_sql(p_position.pos_batch)
+      || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '') || p_and,
     p_tids, pgque._xids(p_position.pos_snapshot, p_snapshot) * p_xids)
 $$;
 

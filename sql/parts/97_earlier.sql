@@ -146,6 +146,29 @@ $$;
 create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
 language sql as $$ select pgque._give_up($1, $2, $3, $4) $$;
 
+-- For a send() that was waiting.  Not knowing the oldest stored tick, it searches the
+-- slowest consumer.
+create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
+language sql as $$ select 0::bigint $$;
+
+create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
+language plpgsql as $$
+declare
+  v_newest  record := pgque._newest_of_key(p_queue_id, p_key);
+  v_event   pgque.event;
+begin
+  v_event.ev_id := v_newest.ev_id;
+  v_event.ev_owner := v_newest.ev_owner;
+  v_event.ev_retry := v_newest.ev_retry;
+  v_event.ev_time := v_newest.ev_time;
+  v_event.ev_expires := v_newest.ev_expires;
+  return v_event;
+end
+$$;
+
+create or replace function pgque._passed(p_queue_id int, p_id bigint, p_key text) returns boolean
+language sql as $$ select pgque._is_passed($1, $2, n.sent_by) from pgque._newest_of_key($1, $3) n $$;
+
 -- For an ack() that creates a table of the archive, and for a create_queue(), which would
 -- not set the rights on all that it creates.
 create or replace function pgque._keep_from_public(p_relation text) returns void

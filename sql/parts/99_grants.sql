@@ -229,7 +229,7 @@ begin
     where p.pronamespace = 'pgque'::regnamespace
       and p.oid || p.ctid::text = any (v_before)
       and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
-      and p.proname !~ '^_(ticks|events|ordinary)_[0-9]+(_[01])?$'
+      and p.proname !~ '^_(ticks|events|ordinary|key)_[0-9]+(_[01])?$'
   loop
     begin
       execute format('drop %s %s', v_func.kind, v_func.sig);
@@ -255,6 +255,7 @@ do $$
 declare
   v_extension  oid;
   v_queue      pgque.queue;
+  v_last       bigint;
 begin
   begin
     perform pg_extension_config_dump('pgque.queue'::regclass, '');
@@ -264,6 +265,7 @@ begin
       null;   -- this is no script of an extension
   end;
   if v_extension is not null then
+    lock table pgque.queue in share row exclusive mode;   -- no queue is dropped meanwhile
     insert into pg_depend (classid, objid, objsubid, refclassid, refobjid, refobjsubid, deptype)
     select 'pg_proc'::regclass, r.func, 0, 'pg_extension'::regclass, v_extension, 0, 'e'
     from pgque.queue q, pgque._readers_of(q.queue_id) r (func);
@@ -272,8 +274,8 @@ begin
     perform pgque._create_reader(v_queue.queue_id, false);
     begin
       -- Not pg_sequence_last_value(): its lock would stay.
-      execute format('select setval(%1$L, $1) from %1$s s where not s.is_called or s.last_value < $1', v_queue.queue_tick_seq)
-      using (pgque._last_tick(v_queue)).tick_id;
+      execute format('select case when s.is_called then s.last_value else 0 end from %s s', v_queue.queue_tick_seq) into v_last;
+      perform setval(v_queue.queue_tick_seq, t.tick_id) from pgque._last_tick(v_queue) t where t.tick_id > v_last;
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then

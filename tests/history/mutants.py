@@ -49,7 +49,7 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "never arrived",
         [
             (
-                "if v_sub.sub_role = 'pool' and (p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count) then",
+                "if v_sub.sub_role = 'pool' and (p_ids is null or v_state.settled + pg_catalog.cardinality(v_new) >= v_lease.pos_done_count) then",
                 "if v_sub.sub_role = 'pool' then",
             )
         ],

@@ -22,8 +22,8 @@ MUTANTS: dict[str, tuple[type[RuleBasedStateMachine], list[tuple[str, str]]]] = 
         Consumers,
         [
             (
-                "    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch), p_places",
-                "    ' and %s is not null', p_lease.pos_batch), p_places",
+                "p_and || ' and not (' || pgque._has_outcome_sql(p_lease.pos_batch) || ')', p_places",
+                "p_and, p_places",
             )
         ],
     ),
@@ -51,7 +51,7 @@ MUTANTS: dict[str, tuple[type[RuleBasedStateMachine], list[tuple[str, str]]]] = 
         Workers,
         [
             (
-                "v_until := case when p_extend then greatest(coalesce(v_state.until, v_lease.pos_until), v_now) else v_now end + p_span;",
+                "v_until := case when p_extend then greatest(v_state.until, v_now) else v_now end + p_span;",
                 "v_until := v_now + p_span;",
             )
         ],

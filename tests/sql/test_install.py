@@ -443,7 +443,7 @@ def test_every_queue_has_the_functions_of_a_new_one_when_the_upgrade_ends(
     made = dict(found)
     assert [name for name in made if made[name] != made["new"]] == []
     assert len(made) == 9
-    assert len(made["new"]) == 4
+    assert len(made["new"]) == 5
     ticked = "select pg_sequence_last_value(queue_tick_seq) from pgque.queue where queue_name = 'q7'"
     assert value(own, ticked) >= last
 

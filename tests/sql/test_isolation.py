@@ -18,6 +18,7 @@ from sql.helpers import (
     move_clock,
     nack_ids,
     offer,
+    outcome,
     pump,
     receive,
     receive_coop,
@@ -102,6 +103,33 @@ def test_a_nack_from_an_old_snapshot_fails_no_message_twice(
         )
         == 1
     )
+
+
+@OLD
+def test_a_nack_from_a_snapshot_older_than_the_batchs_ack_is_refused(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    sent = send_many(conn, subscribed, 2)
+    tick(conn, subscribed)
+    batch = receive(conn, subscribed)[0].batch_id
+    stale = transaction(isolation)
+    ack(conn, batch)
+    refused("40001", nack_ids, stale, batch, sent[:1])
+
+
+@OLD
+def test_a_reclaim_from_an_old_snapshot_releases_no_message_that_was_acknowledged(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    offer(conn, subscribed, 3)
+    batch = take(conn, subscribed, "w", 3)
+    stale = transaction(isolation)
+    outcome(conn, "ack", batch[0].batch_id, ids(batch)[:1])
+    reclaim = "select pgque.reclaim(%s, 'c')"
+    refused("40001", value, stale, reclaim, subscribed)
+    stale.execute("rollback")
+    assert value(stale, reclaim, subscribed) == 1
+    assert ids(take(conn, subscribed, "w", 3)) == ids(batch)[1:]
 
 
 @OLD

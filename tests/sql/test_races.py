@@ -25,6 +25,7 @@ from sql.helpers import (
     pump,
     refused,
     release,
+    row_counts,
     settle,
     take,
     value,
@@ -184,6 +185,19 @@ def test_a_nack_that_would_raise_an_error_waits_until_it_is_sure(
         assert work_off(pool, "q", "w3") == []
         move_clock(pool, "11 hours")
         assert ids(work_off(pool, "q", "w3")) == [lost]
+
+
+def test_an_unsubscribe_waits_for_a_worker_that_rejects_a_message_and_removes_its_retry(
+    pool: Connection, pair: Pair
+) -> None:
+    offer(pool, "q", 2)
+    batch = take(pool, "q", "w", 2)
+    nack_ids(pair.one, batch[0].batch_id, ids(batch)[:1], "1 hour")
+    job = pair.other(lambda c: value(c, "select pgque.unsubscribe('q', 'c')"))
+    assert not job.done
+    pair.one.commit()
+    assert job.result() == 1
+    assert "retry_queue" not in row_counts(pool)
 
 
 def test_a_reclaim_meets_an_ack_and_one_of_them_wins(pool: Connection, pair: Pair) -> None:

@@ -33,12 +33,18 @@ language plpgsql as $$ begin raise 'a send looks at every consumer'; end $$
 """
 
 
-def test_far_from_the_limit_a_send_looks_at_no_consumer(pool: Connection) -> None:
+def test_far_from_the_limit_a_send_reads_no_consumer_and_no_tick_and_remembers_nothing(
+    pool: Connection,
+) -> None:
     configure(pool, "q", max_depth=100)
     offer(pool, "q", 10)
     pool.execute(NO_LOOK)
-    for _ in range(80):
-        send(pool, "q")
+    with pool.transaction():
+        for _ in range(80):
+            send(pool, "q")
+        ticks = "select count(*) from pg_locks where pid = pg_backend_pid() and relation::regclass::text ~ 'tick_'"
+        assert value(pool, ticks) == 0
+    assert value(pool, "select coalesce(current_setting('pgque.depth_1', true), '')") == ""
 
 
 def test_a_send_below_the_limit_postpones_no_rotation(
@@ -68,6 +74,24 @@ def test_delayed_messages_count_below_the_oldest_tick(pool: Connection) -> None:
     drain(pool, "q")
     send(pool, "q")
     send(pool, "q")
+    refused("PQ003", send, pool, "q")
+
+
+def test_after_rotations_a_queue_is_as_full_as_it_is_for_a_consumer_from_the_earliest_tick(
+    pool: Connection,
+) -> None:
+    for _ in range(3):
+        offer(pool, "q", 2)
+        drain(pool, "q")
+        forced_tick(pool, "q")
+        drain(pool, "q")
+        assert rotate(pool, "q") == 1
+    value(pool, "select pgque.subscribe('q', 'new', 'earliest')")
+    (stored,) = rows(pool, "select pending_events from pgque.get_consumer_info('q', 'new')")[0]
+    assert stored > 0
+    configure(pool, "q", max_depth=stored + 3)
+    for _ in range(3):
+        send(pool, "q")
     refused("PQ003", send, pool, "q")
 
 
