@@ -120,6 +120,13 @@ begin
 end
 $$;
 
+-- For a send with a key.
+create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
+language sql as $$ select null::pgque.event from pgque._overtaken() $$;
+
+create or replace function pgque._passed(p_queue_id int, p_id bigint, p_key text) returns boolean
+language sql as $$ select pgque._overtaken() is not null $$;
+
 -- For the check constraints of tables of dropped queues, until maintenance drops these
 -- tables.
 create or replace function pgque._takes_nothing(p_queue text) returns boolean
