@@ -151,14 +151,7 @@ begin
 end
 $$;
 
-create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
-language sql as $$ select pgque._give_up($1, $2, $3, $4) $$;
-
--- For a send() that was waiting.  Not knowing the oldest stored tick, it searches the
--- slowest consumer.
-create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
-language sql as $$ select 0::bigint $$;
-
+-- For a send() with a key that was waiting.
 create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
 language plpgsql as $$
 declare

@@ -122,7 +122,7 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "a hand-out does not seal the body": (
         "two bodies|was given",
         [
-            ("and not pgque._passed(p_queue.queue_id, v_last.ev_id, p_key)\n", "\n"),
+            ("and not pgque._is_passed(p_queue.queue_id, v_last.ev_id, v_last.sent_by)\n", "\n"),
             (
                 "where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true",
                 "where false",
