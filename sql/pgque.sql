@@ -5836,8 +5836,8 @@ $$;
 --   * settled: how many of its messages have an outcome
 --   * extended, until: how often its lease was extended, and when it ends
 --   * lost: whether its worker got the answer that a message is lost
--- A batch of which the place is retry stays in that state without messages.  So a batch
--- is open or not by _is_open().
+-- A batch keeps the place retry when its last message there was taken away: whether it
+-- is open says _is_open().
 create or replace function pgque._states(
   p_sub int, p_batches bigint[],
   out token bigint, out lease pgque.position, out place text, out settled bigint, out extended bigint, out until timestamptz, out lost boolean
@@ -6048,6 +6048,10 @@ begin
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   if p_sub.sub_role = 'pool' and v_place = 'retry' then
     return found::int;
+  end if;
+  if pgque._old_snapshot() then
+    -- This snapshot may not see that the batch was moved: the primary key finds it out.
+    perform pgque._record(p_batch, 'moved');
   end if;
   return (pgque._record(p_batch, 'closed') is not null)::int;
 end
@@ -6566,7 +6570,8 @@ comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for un
 --
 -- Tests switch ordinary deliveries off: set pgque.ordinary = off.
 
--- Returns the newest position of a subscriber in a leaf, as a query.
+-- Returns the newest position of a subscriber in a leaf, as a query; no row if another leaf
+-- is written.
 --   * tick, fresh: where the next window begins, and whether it is a new one
 --   * open: batches that may be open, without the newest one if that is closed
 --   * p_more: more columns of p
@@ -6577,7 +6582,9 @@ language sql immutable as $$
     ' p.pos_next_tick is null or p.pos_fresh > 0 and p.pos_last_id is null as fresh,'
     ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_ev_id = 0 and z.set_what = ''closed'') is null then p.pos_open'
     ' else pg_catalog.array_remove(p.pos_open, p.pos_batch) end as open, p.pos_due%3$s'
-    ' from pgque.position_%1$s p where p.pos_sub = %2$s order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
+    ' from pgque.position_%1$s p'
+    ' where p.pos_sub = %2$s and p.leaf = (select j.journal_cur from pgque.journal j where j.journal_id = 1)'
+    ' order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
 $$;
 
 -- Returns the condition that a consumer has nothing but its window to do: no lease may
@@ -6627,21 +6634,10 @@ begin
             -- The sequence has the newest tick (see _store_tick).  So a poll reads no table of ticks.
             p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
           from pgque.queue q,
-            -- In this order: otherwise the planner reads all consumers of the queue.
-            lateral (
-              select c.co_id from pgque.consumer c where c.co_queue = any (array[0, q.queue_id]) and c.co_name = p_consumer collate pg_catalog."default"
-              offset 0
-            ) c,
-            lateral (
-              select s.sub_id, s.sub_role, s.sub_keyed, s.sub_offsets
-              from pgque.subscriber s
-              where s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
-              offset 0
-            ) s,
-            pgque.journal j, lateral (%2$s) p
+            pgque._named(q.queue_id, p_consumer) s,
+            lateral (%2$s) p
           where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
             and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
-            and j.journal_id = 1 and j.journal_cur = %1$s
             and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id))
           offset 0
         ) l
@@ -6679,17 +6675,15 @@ declare
     ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_snapshot else p.pos_snapshot end as snapshot,'
     ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_event_seq else p.pos_event_seq end as event_seq,'
     ' case when p.pos_fresh > 0 then p.pos_last_id else p.pos_done_id end as done_id,'
-    ' (select j.journal_cur from pgque.journal j where j.journal_id = 1) = p.leaf as current,'
     -- A worker that has a message for the last time receives nothing besides (_is_suspect).
     ' (select r.ev_owner from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_worker = p_worker and r.ev_batch is not null'
     ' and r.ev_receives > coalesce(r.ev_retry, 0) + 1 and r.ev_receives >= p_attempts and r.ev_retry_after + ''0'' > v_now limit 1) is not null as alone';
 begin
   select pg_catalog.string_agg(pg_catalog.format(
-      'select e.ev_id, e.ev_type, e.ev_data, e.ev_retry, e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key,'
-      ' e.ev_bytes, e.ev_error, e.ev_expires'
+      'select e.*'
       ' from pgque.event_%s_%s e where e.ev_txid >= x.lo and e.ev_txid < x.hi and pg_catalog.pg_visible_in_snapshot(e.ev_txid, w.next_snapshot)'
       ' and (e.ev_owner is null or e.ev_owner = p_sub) and e.ev_id > coalesce(w.done_id, 0)', p_queue_id, n), ' union all ' order by n),
-    pg_catalog.string_agg(pg_catalog.format('select * from pgque.tick_%s_%s', p_queue_id, n), ' union all ' order by n)
+    pg_catalog.string_agg(pg_catalog.format('select tick_id, tick_snapshot, tick_event_seq from pgque.tick_%s_%s', p_queue_id, n), ' union all ' order by n)
   into v_events, v_ticks
   from pg_catalog.generate_series(0, 2) n;
   for n in 0..1 loop
@@ -6720,14 +6714,15 @@ begin
             order by t.tick_event_seq <= p.event_seq + v_span desc, case when t.tick_event_seq <= p.event_seq + v_span then - t.tick_id else t.tick_id end
             limit 1
           ) n on p.fresh
-          where p.current and not p.alone and %5$s
+          where not p.alone and %5$s
             -- A consumer that was moved back may find an event and its retry in one window.
             and (p.tick < p.pos_high) is not true
             and (pg_catalog.cardinality(p.open) >= p.pos_prune) is not true
             and case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end - p.event_seq <= greatest(10 * p_max, 500)   -- as in _is_big()
         ),
         m as materialized (
-          select e.*
+          select e.ev_id, e.ev_key, e.ev_expires, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_type, e.ev_retry, e.ev_time,
+            e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_error
           from w, lateral (
             select pg_catalog.pg_snapshot_xmax(w.snapshot), pg_catalog.pg_snapshot_xmax(w.next_snapshot)
             union all
@@ -6749,20 +6744,20 @@ begin
             case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid,
             pgque._looked(w.pos_due, p_looked)
           from (
-            select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id order by m.ev_id))[p_max] end as last_id,
-              count(m.ev_key) + count(m.ev_expires) as optional,
-              sum(case when p_bytes is null then 0 else pgque._size(m.ev_data, m.ev_bytes, m.ev_headers) end) as bytes
+            select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id))[p_max] end as last_id,
+              count(*) filter (where m.ev_key is not null or m.ev_expires is not null) as optional,
+              sum(pgque._size(m.ev_data, m.ev_bytes, m.ev_headers)) filter (where p_bytes is not null) as bytes
             from m
           ) c, w
           -- The first messages with a key or a ttl may not be noted in the queue's row yet.
           where c.n > 0 and c.optional = 0 and (c.bytes > p_bytes) is not true
-          returning pos_batch
+          returning pos_batch, pos_last_id
         )
+        -- As above, m is read in its order: there is one row of d, and no other way to join it.
         select m.ev_id, d.pos_batch, m.ev_type, m.ev_data, coalesce(m.ev_retry, 0), m.ev_time, m.ev_extra1, m.ev_extra2, m.ev_extra3, m.ev_extra4,
           m.ev_headers, m.ev_key, m.ev_bytes, coalesce(m.ev_retry, 0) + 1, m.ev_error, m.ev_expires, p_queue
         from d, m
-        order by m.ev_id
-        limit p_max;
+        where (m.ev_id > d.pos_last_id) is not true;
       end
       $body$
       $template$, p_queue_id, n, pgque._newest_sql(n, 'p_sub', v_more), v_ticks, pgque._quiet_sql(), v_events));
@@ -7068,11 +7063,12 @@ begin
   then
     return false;
   end if;
-  -- The sequence has the newest tick (see _store_tick).  So most polls read no table of ticks.
+  -- The sequence has the newest tick (see _store_tick), so that most polls read no table of
+  -- ticks.  An old snapshot may not show this tick.
   return exists (
       select from pgque.queue q
       where q.queue_id = p_sub.sub_queue and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
-    or (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
+    or pgque._old_snapshot() and (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
 end
 $$;
 
@@ -8572,34 +8568,30 @@ create or replace function pgque._ack(p_batch bigint, caller pgque.caller defaul
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   v_found  record;
+  v_held   boolean;
   v_sub    pgque.subscriber;
   v_count  bigint;
 begin
-  with batch as materialized (
-    select s.sub_id, s.sub_queue, s.sub_role, q.queue_archive_on_ack as archives, j.journal_cur as leaf
-    from pgque.subscriber s
-    join pgque.queue q on q.queue_id = s.sub_queue
-    join pgque.journal j on j.journal_id = 1
-    where (s.sub_id & 1048575) = (p_batch & 1048575)::int
-      and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue))
-  ),
-  held as (
-    -- After a wait for the lock, the condition on the role holds for the row as it is then.
-    select s.sub_id from pgque.subscriber s
-    where s.sub_id = (select b.sub_id from batch b where b.sub_role = 'normal') and s.sub_role = 'normal'
-    for no key update
-  )
-  select b.*, (b.sub_role = 'pool' or h.sub_id is not null) and not b.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
-      and coalesce(current_setting('pgque.ordinary', true), '') <> 'off' as ordinary,
-    case when b.sub_role = 'pool' then pg_advisory_xact_lock_shared(hashtext('pgque.batches'), b.sub_queue) end,
-    case when b.sub_role = 'pool' then pg_advisory_xact_lock(p_batch) end
-  into v_found
-  from batch b
-  left join held h on true;
+  select s.sub_id, s.sub_queue, s.sub_role, q.queue_archive_on_ack as archives into v_found
+  from pgque.subscriber s, pgque.queue q
+  where (s.sub_id & 1048575) = (p_batch & 1048575)::int and q.queue_id = s.sub_queue
+    and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
   if not found then
     return 0;
-  elsif v_found.ordinary and (case v_found.leaf when 0 then pgque._done_0(p_batch, v_found.sub_id) else pgque._done_1(p_batch, v_found.sub_id) end) then
-    return 1;
+  elsif not v_found.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
+    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
+  then
+    if v_found.sub_role = 'pool' then
+      -- As in _lock_batch().  An assignment runs no statement.
+      v_held := pg_advisory_xact_lock_shared(hashtext('pgque.batches'), v_found.sub_queue) is not null and pg_advisory_xact_lock(p_batch) is not null;
+    else
+      -- After a wait for the lock, the condition on the role holds for the row as it is then.
+      perform from pgque.subscriber s where s.sub_id = v_found.sub_id and s.sub_role = 'normal' for no key update;
+      v_held := found;
+    end if;
+    if v_held and (case pg_sequence_last_value('pgque.journal_leaf') when 1 then pgque._done_1(p_batch, v_found.sub_id) else pgque._done_0(p_batch, v_found.sub_id) end) then
+      return 1;
+    end if;
   end if;
   v_sub := pgque._batch_owner(p_batch);
   if v_found.archives then
@@ -15095,6 +15087,14 @@ create or replace function pgque._sift(
 )
 language sql as $$ select * from pgque._sift(p_queue, p_sub, p_pos, p_token, p_max, case when not p_whole then 0::bigint end) $$;
 
+-- For calls that were giving up messages.
+create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
+language sql as $$ select pgque._give_up(p_queue, p_sub, p_item, p_reason) $$;
+
+-- For senders that were checking max_depth: they search the slowest consumer.
+create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
+language sql as $$ select 0::bigint $$;
+
 -- For calls that had begun to build a query when the upgrade overtook them.
 create or replace function pgque._overtaken() returns text
 language plpgsql as $$
@@ -15225,14 +15225,7 @@ begin
 end
 $$;
 
-create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
-language sql as $$ select pgque._give_up($1, $2, $3, $4) $$;
-
--- For a send() that was waiting.  Not knowing the oldest stored tick, it searches the
--- slowest consumer.
-create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
-language sql as $$ select 0::bigint $$;
-
+-- For a send() with a key that was waiting.
 create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
 language plpgsql as $$
 declare
