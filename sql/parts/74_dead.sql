@@ -79,9 +79,9 @@ exception
 end
 $$;
 
--- Forwards the oldest dead letters to one queue.  A letter stays for good if its queue
--- does not nominate this one any more; a queue that was dropped is nominated by none.
--- Near max_depth a send counts messages, so then a call forwards few.
+-- Forwards the oldest dead letters to one queue.  If the queue of a letter names another
+-- dead_letter_queue by now, or none, as after a drop, the letter stays for good.  Near
+-- max_depth each send counts messages, so that a call forwards few.
 create or replace function pgque._forward_letters_to(p_target int) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare

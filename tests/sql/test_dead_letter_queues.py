@@ -320,7 +320,12 @@ def test_a_queue_is_dropped_after_a_ticker_that_is_just_forwarding_there(
 
 def test_letters_that_wait_stay_when_the_setting_changes(graves: Connection) -> None:
     value(graves, "select pgque.create_queue('other')")
-    for setting in ({"dead_letter_queue": "other"}, {"dead_letter_queue": None}, {"drop_policy": "hold"}):
+    changes: list[dict[str, Any]] = [
+        {"dead_letter_queue": "other"},
+        {"dead_letter_queue": None},
+        {"drop_policy": "hold"},
+    ]
+    for setting in changes:
         sent = given_up(graves, "a")
         configure(graves, "a", **setting)
         assert forwarded(graves) == Counter()
