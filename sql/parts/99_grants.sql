@@ -270,7 +270,8 @@ begin
     select 'pg_proc'::regclass, r.func, 0, 'pg_extension'::regclass, v_extension, 0, 'e'
     from pgque.queue q, pgque._readers_of(q.queue_id) r (func);
   end if;
-  for v_queue in select q.* from pgque.queue q order by q.queue_id loop
+  -- A queue that is being dropped is left out, and others are not dropped meanwhile.
+  for v_queue in select q.* from pgque.queue q order by q.queue_id for key share skip locked loop
     perform pgque._create_reader(v_queue.queue_id, false);
     begin
       -- Not pg_sequence_last_value(): its lock would stay.

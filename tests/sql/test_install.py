@@ -553,6 +553,8 @@ def test_installing_under_load_neither_deadlocks_nor_loses(
 
     # The loop of 0.7.0 ends if it meets the upgrade's lock while it checks a queue; its scheduler starts it again.
     ends = () if version is None else (psycopg.errors.LockNotAvailable,)
+    # A delivery of an earlier version that waits for the upgrade may have to be repeated (see 97_earlier.sql).
+    overtaken = () if version is None else (psycopg.errors.SerializationFailure,)
 
     def loop(c: Connection) -> None:
         while not stop:
@@ -576,7 +578,10 @@ def test_installing_under_load_neither_deadlocks_nor_loses(
         def run(c: Connection) -> list[int]:
             got: list[int] = []
             while not stop:
-                got += drain(c, queue)
+                with contextlib.suppress(*overtaken):
+                    batch = receive(c, queue)
+                    if batch and ack(c, batch[0].batch_id):
+                        got += ids(batch)
             return got
 
         return run
