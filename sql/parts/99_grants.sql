@@ -228,7 +228,7 @@ begin
     where p.pronamespace = 'pgque'::regnamespace
       and age(p.xmin) > (select age(v.xmin) from pg_proc v where v.oid = 'pgque.version()'::regprocedure)
       and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
-      and p.proname !~ '^_(ticks|events|ordinary)_[0-9]+(_[01])?$'
+      and p.proname !~ '^_(ticks|events|ordinary|key)_[0-9]+(_[01])?$'
   loop
     begin
       execute format('drop %s %s', v_func.kind, v_func.sig);
