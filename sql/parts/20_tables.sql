@@ -455,7 +455,8 @@ create table if not exists pgque.settled (
   set_ev_id  bigint not null default 0,
   set_until  timestamptz,
   leaf       int not null,
-  set_what   pgque.settled_what not null
+  set_what   pgque.settled_what not null,
+  set_sub    int   -- rows of a dump of 0.8 have it (see 97_earlier.sql)
 ) partition by list (leaf);
 comment on table pgque.settled is 'What became of batches and their messages. Internal.';
 

@@ -109,15 +109,34 @@ begin
 end
 $$;
 
--- The journal of outcomes of an earlier version (see 20_tables.sql): set_ev_id was the id of
--- a message, or:
+-- Rows of the journal of outcomes as earlier versions wrote them, with set_sub: they are
+-- copied below, come out of a dump of an extension, or from an insert that the upgrade
+-- overtook.  set_ev_id was the id of a message, or:
 --   * 0: the batch is closed.  A worker's batch that was moved was closed too.
 --   * below 0: the end of its lease was moved, to set_until
 --   * above 2^62: the message id - 2^62 got its outcome in the retry queue
 --   * from 2^62 + 2^61: the batch was moved to the retry queue
 --   * the highest: its worker got the answer that a message is lost
+create or replace function pgque._convert_outcome() returns trigger
+language plpgsql as $$
+begin
+  new.set_what := case
+    when new.set_ev_id = 0 then 'closed'
+    when new.set_ev_id < 0 then 'extended'
+    when new.set_ev_id = 9223372036854775807 then 'lost'
+    when new.set_ev_id >= 6917529027641081856 then 'moved'
+    else 'outcome'
+  end;
+  new.set_ev_id := case new.set_what when 'outcome' then new.set_ev_id & 4611686018427387903 when 'extended' then - new.set_ev_id else 0 end;
+  new.set_sub := null;
+  return new;
+end
+$$;
 do $$
 begin
+  if not exists (select from pg_trigger t where t.tgrelid = 'pgque.settled'::regclass and t.tgname = 'convert_outcome') then
+    create trigger convert_outcome before insert on pgque.settled for each row when (new.set_sub is not null) execute function pgque._convert_outcome();
+  end if;
   if to_regclass('pgque.earlier_settled_0') is null then
     return;
   end if;
@@ -127,22 +146,11 @@ begin
   for v_leaf in 0..1 loop
     execute format(
       $sql$
-      with earlier as (
-        select e.*,
-          case
-            when e.set_ev_id = 0 then 'closed'
-            when e.set_ev_id < 0 then 'extended'
-            when e.set_ev_id = 9223372036854775807 then 'lost'
-            when e.set_ev_id >= 6917529027641081856 then 'moved'
-            else 'outcome'
-          end::pgque.settled_what as what
-        from pgque.earlier_settled_%1$s e
-      )
-      insert into pgque.settled_%1$s (set_batch, set_what, set_ev_id, set_until)
-      select t.set_batch, t.what, case t.what when 'outcome' then t.set_ev_id & 4611686018427387903 when 'extended' then - t.set_ev_id else 0 end, t.set_until
-      from earlier t
-      where not (t.what = 'closed' and exists (select from pgque.subscriber s where s.sub_id = t.set_sub and s.sub_role = 'pool')
-        and exists (select from earlier m where m.set_batch = t.set_batch and m.what = 'moved'))
+      insert into pgque.settled_%1$s (set_batch, set_ev_id, set_sub, set_until)
+      select e.set_batch, e.set_ev_id, e.set_sub, e.set_until
+      from pgque.earlier_settled_%1$s e
+      where not (e.set_ev_id = 0 and exists (select from pgque.subscriber s where s.sub_id = e.set_sub and s.sub_role = 'pool')
+        and exists (select from pgque.earlier_settled_%1$s m where m.set_batch = e.set_batch and m.set_ev_id between 6917529027641081856 and 9223372036854775806))
       on conflict do nothing
       $sql$, v_leaf);
     execute format('drop table pgque.earlier_settled_%s', v_leaf);
