@@ -3,7 +3,8 @@
 PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
-PARTS   := $(sort $(wildcard sql/parts/*.sql))
+# In the order of installation
+PARTS   := $(addprefix sql/parts/,$(shell cat sql/parts/manifest))
 TESTS   := tests
 SUPPORT := tests/support
 # The tests wait more than they compute: two processes a core, each with a server of its own.
@@ -82,7 +83,7 @@ check: $(VENV)/.lint ## Are the generated files current, do the linters find any
 bench: $(VENV)/.test ## Measure against bare SQL in the same run (ARGS= for the script)
 	@PYTHONPATH=tests $(BIN)/python tests/bench/run.py $(ARGS)
 
-sql: ## Assemble sql/pgque.sql from sql/parts
+sql: ## Assemble sql/pgque.sql from sql/parts, in the order of sql/parts/manifest
 	@cat $(PARTS) > sql/pgque.sql.new && mv sql/pgque.sql.new sql/pgque.sql
 
 schema: $(VENV)/.test ## Write sql/schema.txt, the dump of what an install creates

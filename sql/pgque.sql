@@ -12,40 +12,18 @@
 -- A message that is redelivered waits in the retry queue, and is delivered from there,
 -- without a tick.
 --
--- The parts of this file follow the life of a message:
---   base          schema, roles, clock, errors
---   tables        everything that is stored
---   queues        create, configure, pause, drop
---   rights        what a role may do with one queue
---   send          append events
---   sink          INSERT, COPY and Spark send
---   times         cron expressions and intervals
---   recurring     the ticker sends at these times
---   tick          record snapshots
---   window        which rows lie between two snapshots
---   position      where consumers stand
---   lease         which batches are open, and which outcomes they have
---   subscribe     consumers of a queue
---   ordinary      the usual delivery in one statement
---   receive       deliver a batch, the general way
---   choose        which messages are in it
---   keys          a pending message is replaced
---   subconsumers  PgQ's cooperative consumers
---   batches       PgQ's way to receive
---   order         messages of one key one at a time
---   outcomes      ack, nack, retry, dead
---   leases        release, extend, reclaim, share
---   archive       messages that are done and kept
---   retry         messages that are due, and notifications
---   dead          dead letters
---   read          windows without side effects
---   restore       whether a dump was loaded completely
---   maintain      rotation, compaction, retention, restore
---   schedule      the loop and pg_cron
---   observe       information, metrics, health
---   triggers      table changes as events
---   earlier       what running calls of an earlier version need
---   grants        which role may call what
+-- The folders of this source:
+--   core       what is stored, and what every delivery needs: queues, rights, send, ticks,
+--              windows, positions, leases
+--   delivery   deliver a batch, in one statement (ordinary) or the general way (receive);
+--              outcomes, retries, dead letters
+--   options    keys, keyed order, expiry, limits, archive, recurring messages,
+--              idempotency: one file for each
+--   pgq        PgQ's way to receive, subconsumers, triggers, PgQ's names
+--   spark      INSERT and COPY send; windows are read without side effects
+--   operate    restore, maintenance, the loop, information, health, histories
+--   earlier    what running calls of an earlier version need
+--   grants     which role may call what
 --
 -- Rules that hold throughout, and that a change must keep:
 --   * Take locks in this order: queue row, a batch's lock, consumer row, worker row,
@@ -837,7 +815,7 @@ do $$
 begin
   if to_regtype('pgque.settled_what') is null then
     create type pgque.settled_what as enum ('outcome', 'closed', 'moved', 'extended', 'lost');
-    -- Up to 0.8, set_ev_id had these meanings by ranges of numbers (see 97_earlier.sql).
+    -- Up to 0.8, set_ev_id had these meanings by ranges of numbers (see earlier.sql).
     for v_leaf in 0..1 loop
       if to_regclass('pgque.settled_' || v_leaf) is not null then
         execute format('alter table pgque.settled_%s drop constraint settled_%1$s_pkey', v_leaf);
@@ -854,7 +832,7 @@ create table if not exists pgque.settled (
   set_until  timestamptz,
   leaf       int not null,
   set_what   pgque.settled_what not null,
-  set_sub    int   -- rows of a dump of 0.8 have it (see 97_earlier.sql)
+  set_sub    int   -- rows of a dump of 0.8 have it (see earlier.sql)
 ) partition by list (leaf);
 comment on table pgque.settled is 'What became of batches and their messages. Internal.';
 
@@ -1818,20 +1796,6 @@ begin
 end
 $$;
 
-create or replace function pgque._keyed(p_queue pgque.queue) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return p_queue.queue_keyed or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'key');
-end
-$$;
-
-create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return p_queue.queue_expiring or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'ttl');
-end
-$$;
-
 -- Returns whether one of these is noted: 'moved' (the log has messages that are younger
 -- than their ids: delayed ones, or retries of consumers that are read by offsets) or
 -- 'external'.
@@ -1860,14 +1824,6 @@ begin
 end
 $$;
 
--- Notes the same for a queue whose setting message_ttl was changed, so that its row is
--- locked.
-create or replace function pgque._note_expiring(p_queue_id int) returns void
-language sql volatile as $$
-  update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
-  where q.queue_id = p_queue_id and q.queue_message_ttl > '0' and not q.queue_expiring
-$$;
-
 -- Copies the notes that messages of a queue have keys or expire to the queue's row, where
 -- a poll reads them without a look-up (see "ordinary").
 create or replace function pgque._copy_options() returns int
@@ -1894,20 +1850,6 @@ begin
   return v_count;
 end
 $$;
-
--- Notes for good that the archive of a queue's consumers lacks messages.
-create or replace function pgque._note_unarchived(p_queue_id int) returns void
-language sql volatile as $$
-  update pgque.subscriber s set sub_archived = false
-  from pgque.queue q
-  where q.queue_id = p_queue_id and not q.queue_archive_on_ack and s.sub_queue = q.queue_id and s.sub_archived
-$$;
-
-create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
-language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
-comment on function pgque.set_queue_config(text, text, text) is
-  'PgQ''s name for alter_queue(), for one setting: sets it and returns 1; NULL restores its default. Errors: PQ001 no such queue; PQ005 unknown '
-  'setting or invalid value.';
 
 create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -2452,12 +2394,6 @@ begin
 end
 $$;
 
--- Returns when a message that is sent now expires; null means never.
-create or replace function pgque._expires(p_queue pgque.queue, p_ttl interval default null) returns timestamptz
-language sql volatile as $$
-  select case when coalesce(p_ttl, p_queue.queue_message_ttl) > '0' then pgque.clock() + coalesce(p_ttl, p_queue.queue_message_ttl) end
-$$;
-
 -- Appends one event and returns its id.  The transaction's id is taken before
 -- the queue row is read, and one statement reads the row and stores the event
 -- (see sql/README.md, "Writers and rotation").
@@ -2509,113 +2445,6 @@ begin
   end if;
   perform pgque._rebase(v_queue.queue_id);
   return v_queue.queue_name;
-end
-$$;
-
--- Returns whether a queue with max_depth has room for p_count more messages; PQ003 if
--- not.
-create or replace function pgque._room(p_queue pgque.queue, p_count bigint) returns boolean
-language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
-
--- Returns how many more messages a queue with max_depth takes; PQ003 if fewer than
--- p_count.  Each message uses an id, and no consumer stands before queue_floor: so far
--- from the limit, a subtraction is enough.
--- Nearer to it the session remembers up to which id there is room: consumers only move
--- forward.  The remembered value is not valid
---   * after a change of the queue's row, such as another max_depth;
---   * after _depth_grows(), or while a transaction that called it is open;
---   * beyond a transaction with an old snapshot.
--- The value has a seal, because every role can set it.
-create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
-language plpgsql as $$
-declare
-  v_last    bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0);
-  v_left    bigint := p_queue.queue_max_depth - (v_last - p_queue.queue_floor);
-  v_name    text;
-  v_known   text;
-  v_upto    text;
-  v_grown   bigint;
-  v_class   int;
-  v_steady  boolean;
-begin
-  if v_left >= p_count and v_last >= p_queue.queue_floor and not p_queue.queue_external_ticker
-    -- Delayed messages and retries may be older.
-    and not exists (select from pgque.retry_queue r where r.ev_queue = p_queue.queue_id and r.ev_id <= p_queue.queue_floor)
-  then
-    return v_left;
-  end if;
-  v_name := 'pgque.depth_' || p_queue.queue_id;
-  v_known := pg_catalog.current_setting(v_name, true);
-  v_upto := pg_catalog.split_part(v_known, ' ', 1);
-  v_grown := coalesce(pg_catalog.pg_sequence_last_value('pgque.depth_growth'), 0);
-  if v_known = pgque._sealed(v_upto, p_queue.queue_xid, v_grown) then
-    v_left := v_upto::bigint - v_last;
-    if v_left >= p_count then
-      return v_left;
-    end if;
-  end if;
-  -- Only a transaction that called _depth_grows() holds this lock for long.
-  v_class := pg_catalog.hashtext('pgque.depth');
-  v_steady := pg_catalog.pg_try_advisory_lock(v_class, p_queue.queue_id) and pg_catalog.pg_advisory_unlock(v_class, p_queue.queue_id);
-  v_left := pgque._find_room(p_queue, p_count, v_last);
-  if v_left is null then
-    return greatest(p_queue.queue_max_depth, p_count);
-  elsif v_steady then
-    perform pg_catalog.set_config(v_name, pgque._sealed((v_last + v_left)::text, p_queue.queue_xid, v_grown), pgque._old_snapshot());
-  end if;
-  return v_left;
-end
-$$;
-
--- Returns the value that a session remembers, with a proof that pgque wrote it: writers
--- cannot read queue_xid.
-create or replace function pgque._sealed(p_upto text, p_xid xid8, p_grown bigint) returns text
-language sql immutable as $$
-  select p_upto || ' ' || pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(pg_catalog.concat_ws(' ', p_upto, p_xid, p_grown), 'UTF8')), 'hex')
-$$;
-
--- Call this before the depth of a queue grows without a send: before a consumer is
--- subscribed or moved back, and before a dead letter is requeued.  Senders then drop
--- the value that they remember, and remember none until this transaction ends.
-create sequence if not exists pgque.depth_growth;
-create or replace function pgque._depth_grows(p_queue_id int) returns void
-language plpgsql as $$
-begin
-  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.depth'), p_queue_id);
-  perform pg_catalog.nextval('pgque.depth_growth');
-end
-$$;
-
--- Returns how many more messages a queue takes after an id; PQ003 if fewer than
--- p_count.  Null: there is no consumer and no delayed message, so nothing counts.
--- The slowest consumer is searched; there may be ten thousand consumers.  Near the limit
--- the messages are counted, because rolled-back sends use ids too.  This is always so with
--- an external ticker, whose event_seq may mean anything.
-create or replace function pgque._find_room(p_queue pgque.queue, p_count bigint, p_last bigint) returns bigint
-language plpgsql as $$
-declare
-  v_waiting  bigint;
-  v_oldest   bigint;
-  v_left     bigint;
-begin
-  select min(r.ev_id) - 1 into v_waiting from pgque.retry_queue r where r.ev_queue = p_queue.queue_id;
-  select least(min(p.pos_event_seq), v_waiting) into v_oldest
-  from pgque.subscriber s
-  cross join lateral pgque._oldest_need(s.sub_id) p
-  where s.sub_queue = p_queue.queue_id;
-  if v_oldest is null then
-    return null;
-  end if;
-  v_left := p_queue.queue_max_depth - (p_last - v_oldest);
-  if v_left < p_count or p_queue.queue_external_ticker or v_oldest > p_last then
-    v_left := p_queue.queue_max_depth - pgque._depth(p_queue.queue_id);
-  end if;
-  if v_left < p_count then
-    perform pgque._fail('PQ003', pg_catalog.format('queue full: %I', p_queue.queue_name),
-      'Try again when the consumers have caught up, or raise max_depth. Nothing was sent.',
-      pg_catalog.format('max_depth is %s.', p_queue.queue_max_depth));
-  end if;
-  return v_left;
 end
 $$;
 
@@ -2781,6 +2610,4643 @@ begin
     perform pgque._room(v_queue, 0);
   end if;
   return v_ids;
+end
+$$;
+
+-- Returns the query for the newest row of the key $1, and for the transaction that sent
+-- its message; null: that row is no longer stored.
+create or replace function pgque._newest_of_key_sql(p_queue_id int) returns text
+language sql stable as $$
+  select 'select l.ev_id, l.ev_owner, l.ev_retry, l.ev_time, l.ev_expires, f.ev_txid from (select e.* from ('
+    || pg_catalog.string_agg('(select e.ev_id, e.ev_owner, e.ev_retry, e.ev_time, e.ev_expires from ' || l.rows
+      || ' order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)', ' union all ')
+    || ') e order by e.ev_id desc, e.ev_retry desc limit 1) l left join lateral ('
+    || pg_catalog.string_agg('select e.ev_txid from ' || l.rows || ' and e.ev_id = l.ev_id and e.ev_retry = 0', ' union all ')
+    || ' limit 1) f on true'
+  from (
+    select pg_catalog.format('pgque.event_%s_%s e where e.ev_key = $1 and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n) as rows
+    from pg_catalog.generate_series(0, 2) n
+  ) l
+$$;
+
+-- Creates the function for that query, since a session keeps its plan.
+create or replace function pgque._create_key_reader(p_queue_id int) returns void
+language plpgsql as $$
+begin
+  perform pgque._compile(pg_catalog.format(
+    'create or replace function pgque._key_%s(p_key text, out ev_id bigint, out ev_owner int, out ev_retry int, out ev_time timestamptz,'
+    ' out ev_expires timestamptz, out sent_by xid8)'
+    ' language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$'
+    ' begin %s into ev_id, ev_owner, ev_retry, ev_time, ev_expires, sent_by; end $body$', p_queue_id, pgque._newest_of_key_sql(p_queue_id)));
+end
+$$;
+
+-- Returns the newest row of a key.
+create or replace function pgque._newest_of_key(
+  p_queue_id int, p_key text,
+  out ev_id bigint, out ev_owner int, out ev_retry int, out ev_time timestamptz, out ev_expires timestamptz, out sent_by xid8
+)
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  execute 'select * from pgque._key_' || p_queue_id || '($1)'
+  into ev_id, ev_owner, ev_retry, ev_time, ev_expires, sent_by using p_key;
+end
+$$;
+
+-- Returns whether a consumer has passed a pending message that a transaction sent, or
+-- reads it as part of a whole window.
+create or replace function pgque._is_passed(p_queue_id int, p_id bigint, p_sent_by xid8) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return p_sent_by is null or exists (
+    select
+    from pgque.subscriber s
+    cross join lateral pgque._next_from(pgque._position(s.sub_id)) p
+    where s.sub_queue = p_queue_id and s.sub_main is null
+      and not exists (select from pgque.retry_queue r where r.ev_owner + 0 = s.sub_id and r.ev_id = p_id)
+      and (pg_catalog.pg_visible_in_snapshot(p_sent_by, p.pos_snapshot)
+        or pg_catalog.pg_visible_in_snapshot(p_sent_by, p.pos_next_snapshot) and p_id <= p.pos_done_id));
+end
+$$;
+
+-- The wrappers below have neither SET nor SECURITY DEFINER, so that they are
+-- inlined into the calling statement and cost nothing.
+
+create or replace function pgque.send(queue_name text, payload text) returns bigint
+language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
+comment on function pgque.send(text, text) is
+  'Sends one message of type default and returns its id. The payload is kept byte for byte. Every consumer of the queue gets the message after this '
+  'transaction commits and a tick follows. Errors: PQ001 no such queue; PQ003 the queue is full; PQ013 the queue is paused.';
+
+create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
+language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
+comment on function pgque.send(text, jsonb) is
+  'Sends one JSON value as a message of type default and returns its id. The payload is stored in canonical form. Errors: PQ001 no such queue; PQ003 the queue is full; '
+  'PQ013 the queue is paused.';
+
+create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
+language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
+comment on function pgque.send(text, text, text, text) is
+  'Earlier form of send(): sends one text with a type and a partition key, which is an option of send() now, and returns the message''s id.';
+
+create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
+language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
+comment on function pgque.send(text, text, jsonb, text) is
+  'Earlier form of send(): sends one JSON value with a type and a partition key, which is an option of send() now, and returns the message''s id. '
+  'Errors: PQ005 the partition key begins with { and may be meant as headers; name the argument headers or partition_key.';
+
+-- Returns a partition key that is no JSON object.  Headers in its place must not silently
+-- become a partition key.
+create or replace function pgque._no_headers(p_queue text, p_key text) returns text
+language plpgsql immutable as $$
+begin
+  if pg_catalog.ltrim(p_key) like '{%' then
+    perform pgque._fail('PQ005', pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
+      'Name the argument: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
+  end if;
+  return p_key;
+end
+$$;
+
+create or replace function pgque.send(
+  queue_name text, type_name text, payload text, headers jsonb default null, key text default null, delay interval default null,
+  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
+) returns bigint
+language sql as $$
+  select case
+    when $5 is null and $6 is null and $7 is null and $8 is null then pgque._send($1, $2, $3, $9, null, null, null, $4, null)
+    else pgque._send_as($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
+comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
+  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: if a message with this key is '
+  'pending (delivered to no consumer yet), its body and headers are replaced, and its id is returned. delay (from now) or deliver_at: the message '
+  'is not delivered earlier. ttl: the message is not delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay '
+  'and ttl are at most 100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; '
+  'PQ003 the queue is full; PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a '
+  'change to the key.';
+
+create or replace function pgque.send(
+  queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
+  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
+) returns bigint
+language sql as $$
+  select case
+    when $5 is null and $6 is null and $7 is null and $8 is null then pgque._send($1, $2, $3::pg_catalog.text, $9, null, null, null, $4, null)
+    else pgque._send_as($1, $2, $3::pg_catalog.text, null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
+comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
+  'Sends one JSON value as a message and returns its id. The payload is stored in canonical form. The options and the errors are those of a text.';
+
+create or replace function pgque.send(
+  queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
+  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
+) returns bigint
+language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
+comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
+  'Sends bytes as one message and returns its id. Consumers get the bytes in payload_bytes, and payload is NULL. The options and the errors are '
+  'those of a text.';
+
+-- Appends one event for each element with one statement, and returns ids in input
+-- order.  Taking the ids first is faster than returning them from the insert.
+create or replace function pgque._send_many(queue_name text, type_name text, payloads text[], caller pgque.caller default current_user) returns bigint[]
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_txid  xid8;
+  v_id    int;
+  v_seq   regclass;
+  v_ids   bigint[];
+begin
+  if pgque._no_payloads($1, cardinality($3)) then
+    return '{}';
+  end if;
+  v_txid := pgque._sender_xid();
+  select q.queue_id, q.queue_event_seq into v_id, v_seq
+  from pgque.queue q
+  where q.queue_name = $1 collate "default" and q.queue_open
+    and case
+      when caller = current_user collate "C" or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
+        then q.queue_max_depth = 0 or pgque._room(q, cardinality($3))
+    end;
+  if found then
+    v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
+    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_expires)
+    select q.slot, p.id, q.at, v_txid, $2, p.payload, q.ends
+    from (
+      select q.queue_id * 3 + q.queue_cur_table as slot, pgque.clock() as at, pgque._expires(q) as ends
+      from pgque.queue q
+      where q.queue_id = v_id and q.queue_open
+      offset 0
+    ) q, unnest($3, v_ids) p (payload, id);
+    if found then
+      return v_ids;
+    end if;
+  end if;
+  return pgque._send_many(pgque._need_open($1, caller), $2, $3);
+end
+$$;
+
+-- Returns whether there is nothing to send; PQ005 for a null array.
+create or replace function pgque._no_payloads(p_queue text, p_count int) returns boolean
+language plpgsql as $$
+begin
+  if p_count is null then
+    perform pgque._fail('PQ005', pg_catalog.format('payloads for queue %s must not be null', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'Pass an array; an empty one sends nothing.');
+  end if;
+  return p_count = 0;
+end
+$$;
+
+create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
+language sql as $$ select pgque._send_many($1, 'default', $2) $$;
+comment on function pgque.send_batch(text, text[]) is
+  'Sends many texts of type default without options, all or none, and returns their ids in the order of payloads. Errors: PQ001 no such queue; '
+  'PQ003 the queue is full; PQ005 payloads is NULL; PQ013 the queue is paused.';
+
+create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
+language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
+comment on function pgque.send_batch(text, jsonb[]) is
+  'Sends many JSON values of type default without options, all or none, and returns their ids in the order of payloads. Errors: PQ001 no such '
+  'queue; PQ003 the queue is full; PQ005 payloads is NULL; PQ013 the queue is paused.';
+
+create or replace function pgque.send_batch(
+  queue_name text, type_name text, payloads text[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
+  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
+) returns bigint[]
+language sql as $$
+  select case
+    when $4 is null and $5 is null and $6 is null and $7 is null and $8 is null and $9 is null then pgque._send_many($1, $2, $3)
+    when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}'
+    else pgque._send_all($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
+comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'Sends many texts, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL; their '
+  'meaning is that of send(). Errors: those of send(); PQ005 also for an array of another length.';
+
+create or replace function pgque.send_batch(
+  queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
+  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
+) returns bigint[]
+language sql as $$
+  select case
+    when $4 is null and $5 is null and $6 is null and $7 is null and $8 is null and $9 is null then pgque._send_many($1, $2, $3::pg_catalog.text[])
+    when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}'
+    else pgque._send_all($1, $2, $3::pg_catalog.text[], null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
+comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'Sends many JSON values, all or none, and returns their ids in the order of payloads. The options and the errors are those of texts.';
+
+create or replace function pgque.send_batch(
+  queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
+  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
+) returns bigint[]
+language sql as $$
+  select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
+$$;
+comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'Sends many messages of bytes, all or none, and returns their ids in the order of payloads. The options and the errors are those of texts.';
+-- ---------------------------------------------------------------------------
+-- tick: record snapshots
+-- ---------------------------------------------------------------------------
+
+-- Returns the current snapshot, in which the calling transaction itself is never
+-- visible.  A transaction that sends, ticks and sends again has one id.  If it were
+-- visible in its own tick, a reader of that tick inside the transaction would miss the
+-- second event.
+create or replace function pgque._tick_snapshot() returns pg_snapshot
+language plpgsql as $$
+declare
+  v_snapshot  pg_snapshot := pg_catalog.pg_current_snapshot();
+  v_own       xid8 := pg_catalog.pg_current_xact_id_if_assigned();
+begin
+  if v_own is null or not pg_catalog.pg_visible_in_snapshot(v_own, v_snapshot) then
+    return v_snapshot;
+  end if;
+  return (
+    select least(pg_catalog.pg_snapshot_xmin(v_snapshot), v_own)::text || ':' || pg_catalog.pg_snapshot_xmax(v_snapshot)::text
+      || ':' || pg_catalog.string_agg(x.xid::text, ',' order by x.xid)
+    from (
+      select s.xid from pg_catalog.pg_snapshot_xip(v_snapshot) s (xid)
+      union
+      select v_own
+    ) x
+  )::pg_snapshot;
+end
+$$;
+
+-- Returns the newest tick of a queue.  Ticks go to the current table: if that has rows,
+-- the newest is there.  (No sequential scans here and below: the planner expects no
+-- rows in a table that was vacuumed while empty.)
+create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_tick  pgque.tick;
+begin
+  execute pg_catalog.format('select t.* from pgque.tick_%s_%s t order by t.tick_id desc limit 1', p_queue.queue_id, p_queue.queue_cur_table)
+  into v_tick;
+  if v_tick.tick_id is null then
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
+  end if;
+  return v_tick;
+end
+$$;
+
+create or replace function pgque._ticks_sql(p_queue_id int) returns text
+language sql stable as $$
+  select pg_catalog.format(
+    'select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2', p_queue_id)
+$$;
+
+-- Returns a tick by its id; all columns are null if it no longer exists.
+create or replace function pgque._tick(p_queue_id int, p_tick_id bigint) returns pgque.tick
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_tick  pgque.tick;
+begin
+  execute pg_catalog.format('select t.* from (%s) t where t.tick_id = $1', pgque._ticks_sql(p_queue_id)) into v_tick using p_tick_id;
+  return v_tick;
+end
+$$;
+
+-- Returns why a queue gets a tick with this snapshot: 'events' (it shows events that no
+-- tick covers), 'forced' or 'idle'.  Or returns why it gets none: 'nothing' (it shows
+-- no such events), or null (too early to check).  The function only reads: no WAL, no
+-- transaction id.
+create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
+  v_age    interval := v_now - p_last.tick_time;
+  v_ahead  boolean := v_age < '-1 second';   -- the clock was set back, by more than a correction
+  v_found  boolean;
+  v_none   text;
+begin
+  if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
+    return 'forced';   -- without reading a table, which may be locked
+  end if;
+  if v_count >= p_queue.queue_ticker_max_count or v_ahead
+    or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
+  then
+    execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, p_snapshot)))
+    into v_found;
+    if v_found then
+      return 'events';
+    end if;
+    v_none := 'nothing';
+  end if;
+  return case when v_ahead or v_age >= p_queue.queue_ticker_idle_period then 'idle' else v_none end;
+end
+$$;
+
+-- Ticks one queue if a tick is due.  Returns the id of the new tick or null, the time
+-- of the newest tick, and whether ticks now cover everything that is visible.  The lock
+-- is taken before the snapshot, so the order of ticks is that of their snapshots.  It
+-- is held to the end of the transaction, so a second ticker sees the tick of the first.
+-- With p_gap no tick for messages follows another within the queue's tick_gap.
+create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, p_gap boolean default false, out new_id bigint, out last_time timestamptz, out covered boolean)
+language plpgsql as $$
+declare
+  v_queue     pgque.queue;
+  v_last      pgque.tick;
+  v_snapshot  pg_snapshot;
+  v_reason    text;
+  v_class     int := pg_catalog.hashtext('pgque.tick');
+begin
+  perform pgque._need_read_committed('a tick');
+  if p_wait then
+    perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue_id);
+  elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue_id) then
+    return;
+  end if;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  if v_queue.queue_restored then
+    perform pgque._rebase(p_queue_id);
+    select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  end if;
+  if v_queue.queue_id is null then
+    return;
+  end if;
+  v_last := pgque._last_tick(v_queue);
+  v_snapshot := pgque._tick_snapshot();
+  if pg_catalog.pg_snapshot_xmax(v_last.tick_snapshot) > pg_catalog.pg_snapshot_xmax(v_snapshot) then
+    -- The dump is of an earlier version: the tick is from another cluster, although the
+    -- queue's mark does not show it.
+    update pgque.queue q set queue_xid = '1' where q.queue_id = p_queue_id;
+    perform pgque._rebase(p_queue_id);
+    v_last := pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id));
+    new_id := v_last.tick_id;
+    last_time := v_last.tick_time;
+    return;
+  end if;
+  v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
+  if p_gap and v_reason = 'events' and v_last.tick_time between pgque.clock() - v_queue.queue_tick_gap and pgque.clock() then
+    v_reason := null;
+  end if;
+  covered := v_reason is not null;
+  last_time := v_last.tick_time;
+  if v_reason <> 'nothing' then
+    last_time := pgque.clock();
+    new_id := pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), last_time, v_snapshot, null, v_reason <> 'idle');
+  end if;
+end
+$$;
+
+-- Returns the id of the next tick of a queue, or with p_anew the first of another era.
+-- A server that was promoted or restored to an earlier time may have lost ticks that
+-- readers with offsets of their own have seen: these ids must not be used again.  So an
+-- era of 2^32 ids belongs to one timeline (its remainder by 256).  Another timeline
+-- begins with its own next era.  An external ticker has its own ids.
+create or replace function pgque._next_tick_id(p_queue pgque.queue, p_last bigint, p_anew boolean default false) returns bigint
+language plpgsql as $$
+declare
+  v_era   bigint := p_last >> 32;
+  v_line  int;
+begin
+  if p_queue.queue_external_ticker or pg_catalog.pg_is_in_recovery() then
+    return p_last + 1;
+  end if;
+  v_line := (('x' || pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8))::bit(32)::bigint - 1) % 256;
+  if v_era % 256 = v_line and not p_anew then
+    return p_last + 1;
+  end if;
+  return v_era + (v_line - v_era % 256 + 255) % 256 + 1 << 32;
+end
+$$;
+
+-- Notifies sessions that listen to a queue.
+create or replace function pgque._notify(p_queue pgque.queue, p_tick_id bigint) returns void
+language plpgsql as $$
+begin
+  if pg_catalog.pg_notification_queue_usage() < 0.5 then
+    perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
+  end if;
+end
+$$;
+
+-- Stores a tick and notifies listeners.  The commit waits for the disk whatever the
+-- session's synchronous_commit is.  The row gets the id of a (sub)transaction that had
+-- none when the sequence was read.  So every transaction that drew an id up to
+-- p_event_seq has a lower id, see _span_xids().
+create or replace function pgque._store_tick(
+  p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
+) returns bigint
+language plpgsql as $$
+begin
+  p_event_seq := coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0);
+  if pg_catalog.current_setting('synchronous_commit') = 'off' then
+    perform pg_catalog.set_config('synchronous_commit', 'local', true);
+  end if;
+  -- Set before the tick is visible: a session that reads the sequence knows that there
+  -- is no newer tick.
+  perform pg_catalog.setval(p_queue.queue_tick_seq, p_tick_id);
+  insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
+  values (p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot, p_event_seq);
+  -- A listener in an open transaction lets the server's notification queue fill up, and
+  -- then a commit fails.  A tick without a notification is better than no tick.
+  if p_notify then
+    perform pgque._notify(p_queue, p_tick_id);
+  end if;
+  return p_tick_id;
+end
+$$;
+
+create or replace function pgque.ticker(queue_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
+begin
+  if v_queue.queue_restored and (v_queue.queue_external_ticker or v_queue.queue_ticker_paused) then
+    perform pgque._rebase(v_queue.queue_id);
+    return null;
+  elsif v_queue.queue_external_ticker then
+    perform pgque._fail('PQ005', format('queue %I has an external ticker', v_queue.queue_name),
+      'Pass the tick too: pgque.ticker(queue, tick_id, time, event_seq).');
+  elsif v_queue.queue_ticker_paused then
+    return null;
+  end if;
+  -- A block with an exception handler is a subtransaction, which _store_tick() needs.
+  begin
+    return (pgque._tick_if_due(v_queue.queue_id, true)).new_id;
+  exception
+    when sqlstate 'PQ099' then
+      raise;
+  end;
+end
+$$;
+comment on function pgque.ticker(text, pgque.caller) is
+  'Ticks one queue if a tick is due, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
+  'that was loaded from a dump is repaired first, even if it is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
+  'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction; 55000 the dump that it was loaded from is not complete.';
+
+-- Each queue keeps two locks until the transaction ends, and eight with a tick.  If the
+-- server has no room for all queues, a call serves some, chosen at random.
+create or replace function pgque.ticker() returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_room   bigint := greatest(pgque._lock_room(), 8);
+  v_all    boolean := (select count(*) from pgque.queue) <= v_room / 8;
+  v_count  bigint := 0;
+  v_id     int;
+begin
+  perform pgque._forward_letters();
+  for v_id in select q.queue_id from pgque.queue q order by case when not v_all then random() end, q.queue_id loop
+    exit when v_room < 8;
+    if (pgque._look_at(row(v_id, 0, 0, '-infinity', false, false))).ticked then
+      v_count := v_count + 1;
+      v_room := v_room - 6;
+    end if;
+    v_room := v_room - 2;
+  end loop;
+  return v_count;
+end
+$$;
+comment on function pgque.ticker() is
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. It first forwards dead letters to the '
+  'queues that dead_letter_queue names. If a queue is broken, the call raises a '
+  'warning and ticks the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+
+-- Returns which of these queues the loop has to check now, by what it knows of them,
+-- and which are early: their last tick is too young, or they failed less than a second
+-- ago.
+--
+-- A settled queue is left out: ticks cover all its rows, and no new row can appear
+-- while the sequences of its events and of its forced ticks stand still.  A sender
+-- takes an id before it stores a row and locks the sequence until its transaction ends.
+-- So no row with an older id is outstanding once no other session has that lock.  (A
+-- row that enters the log under an old id takes an unused one too.)
+--
+-- Returned values reflect the moment of the call, before _look_at() takes its snapshot.
+-- ticked means that the queue was settled before, so it gets an idle or forced tick at
+-- most.  Queues that may have messages are first, then forced ticks, then idle ones.  A
+-- queue that is being dropped (its sequences are locked) is left out.  If a sequence is
+-- missing, every queue is checked.
+--
+-- A queue waits for its tick_gap.  A tick wakes every consumer of the queue, so a queue
+-- with many consumers waits longer: four milliseconds for each, and at most the tick
+-- period.
+create or replace function pgque._queues_due(
+  p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '20ms' set jit = off as $$
+declare
+  v_now     timestamptz := pgque.clock();
+  v_locked  regclass[];
+  v_free    int[];
+begin
+  select array_agg(l.look order by l.still, l.unforced, l.tick_time) filter (where not l.early),
+    coalesce(array_agg(l.known) filter (where l.early), '{}'), min(l.due) filter (where l.early)
+  into looks, early, early_until
+  from (
+    select k as known, f.still, k.tick_seq = s.tick_seq as unforced, k.tick_time,
+      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end,
+        f.still)::pgque.look as look,
+      d.due, coalesce(not f.still and k.tick_seq = s.tick_seq and (not q.queue_restored or k.settled is null) and d.due > v_now and k.tick_time <= v_now, false) as early
+    from pgque.queue q
+    cross join lateral (
+      select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
+      offset 0) s (event_seq, tick_seq)
+    left join unnest(p_known) k on k.queue_id = q.queue_id
+    cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and no message was sent since
+    left join lateral (
+      select k.tick_time + case when k.settled is null then '1 second' else greatest(q.queue_tick_gap, least(p_period, 0.004 * interval '1 second' * (
+        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
+    ) d (due) on k.tick_time > v_now - greatest(p_period, q.queue_tick_gap, '1 second') and not f.still
+    where q.queue_id = any (p_queues)
+      and (f.still and k.tick_seq = s.tick_seq and not q.queue_restored and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
+  ) l;
+  looks := coalesce(looks, '{}');
+  if exists (select from unnest(looks) k where k.settled is null) then
+    v_locked := array(
+      select l.relation
+      from pg_locks l
+      where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.pid is distinct from pg_backend_pid()
+        and l.database = (select d.oid from pg_database d where d.datname = current_database()));
+    looks := array(
+      select row(k.queue_id, k.event_seq, k.tick_seq, k.tick_time, coalesce(k.settled, q.queue_event_seq <> all (v_locked)), k.ticked)::pgque.look
+      from unnest(looks) with ordinality k
+      join pgque.queue q on q.queue_id = k.queue_id
+      order by k.ordinality);
+  end if;
+exception
+  when others then
+    begin
+      v_free := array(
+        select q.queue_id
+        from pgque.queue q
+        where q.queue_id = any (p_queues) and not exists (
+          select from pg_locks l
+          where l.relation in (q.queue_event_seq, q.queue_tick_seq) and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+            and l.database = (select d.oid from pg_database d where d.datname = current_database())));
+      if cardinality(v_free) < cardinality(p_queues) then
+        select s.* into looks, early, early_until from pgque._queues_due(v_free, p_known, p_period) s;
+        return;
+      end if;
+    exception
+      when lock_not_available then
+        null;   -- an upgrade has the table of queues: each queue is checked, and waits for it
+    end;
+    looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
+    early := '{}';
+    early_until := null;
+end
+$$;
+
+-- Ticks one queue for a ticker that serves all of them, and returns what it knows of
+-- the queue then.  It does not wait for another ticker, and only briefly for a locked
+-- table.  A broken queue causes a warning, and its settled is null.  A check without a
+-- tick keeps no locks but those of the two sequences.
+create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set jit = off as $$
+declare
+  v_queue  pgque.queue;
+  v_tick   record;
+begin
+  p_look.ticked := false;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_look.queue_id;
+  if not found or v_queue.queue_external_ticker or v_queue.queue_ticker_paused then
+    p_look.settled := false;
+    return p_look;
+  elsif v_queue.queue_restored and pgque._lacks(v_queue) is not null then
+    -- Without a warning a second for each queue: maint_tables() warns.
+    p_look.settled := null;
+    p_look.tick_time := pgque.clock();
+    perform pgque._let_go();
+  end if;
+  -- A loop that has just begun does not know the last tick.
+  v_tick := pgque._tick_if_due(v_queue.queue_id, false, p_look.tick_time is null);
+  p_look.settled := p_look.settled and v_tick.covered is true;
+  p_look.tick_time := v_tick.last_time;
+  p_look.ticked := v_tick.new_id is not null;
+  p_look.tick_seq := coalesce(v_tick.new_id, p_look.tick_seq);   -- a tick sets the sequence
+  -- Many ticks fill their table long before the rotation period has passed.
+  perform pgque._maint_operation('pgque.maint_rotate_tables_step1', v_queue.queue_name) where v_tick.new_id % 1000 = 0;
+  perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
+  return p_look;
+exception
+  when sqlstate 'PQ099' then
+    return p_look;
+  when invalid_transaction_state then
+    raise;
+  when others then
+    begin
+      if exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
+        raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
+      end if;   -- else the queue was dropped meanwhile
+    exception
+      when lock_not_available then
+        null;   -- an upgrade has the table of queues
+    end;
+    p_look.settled := null;
+    p_look.tick_time := pgque.clock();
+    return p_look;
+end
+$$;
+
+create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
+  v_last   pgque.tick;
+begin
+  perform pgque._need_read_committed('a tick');
+  if not v_queue.queue_external_ticker then
+    perform pgque._fail('PQ005', format('queue %I has no external ticker', v_queue.queue_name),
+      format('Switch it on first: select pgque.set_queue_config(%L, ''external_ticker'', ''true'');', v_queue.queue_name));
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
+  v_queue := pgque._queue(ticker.queue_name, caller, 'admin');
+  v_last := pgque._last_tick(v_queue);
+  if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
+    perform pgque._fail('PQ005', format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
+      'Pass a higher tick id, and an event sequence and a time that are not lower.',
+      format('The last tick has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
+  elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
+    perform pgque._fail('PQ005', format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
+      'Pass an id and an event sequence of at most 2^62, and a finite time.');
+  end if;
+  perform pgque._note_once(v_queue.queue_id, 'external');
+  return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
+end
+$$;
+comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
+  'Stores a tick with the id, time and event sequence of another system, for a queue with external_ticker, and returns its id. Errors: PQ001 no '
+  'such queue; PQ005 no external ticker, or a tick that does not follow the last one; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+
+-- The request is kept in a sequence, so it leaves no row behind.  The sequence is only
+-- counted up here: this snapshot may be older than the newest tick, and a value below
+-- that tick would hide it from every receive().
+create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name, caller, 'admin');
+  v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
+begin
+  perform nextval(v_queue.queue_tick_seq);
+  return v_last;
+end
+$$;
+comment on function pgque.force_next_tick(text, pgque.caller) is
+  'Makes the next ticker() tick the queue, even if nothing was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
+-- ---------------------------------------------------------------------------
+-- window: which rows lie between two snapshots
+-- ---------------------------------------------------------------------------
+
+-- Returns the ids of the transactions that are visible in p_to and not in p_from, as
+-- ranges; with p_to null, of all transactions that are not visible in p_from.
+--
+-- The naive condition scans from the xmin of p_from: with one transaction that stays
+-- open for a day, every window scans a day of rows.  Instead:
+--   * Every id from xmax(p_from) up to xmax(p_to) was not visible in p_from.  So this
+--     range is divided at the ids that still run in p_to.
+--   * Of the ids below it, only those that ran in p_from can be new.  So they are added
+--     one by one.
+-- Rows of running transactions are in none of the ranges, and are not read.
+create or replace function pgque._xids(p_from pg_snapshot, p_to pg_snapshot) returns int8multirange
+language plpgsql stable as $$
+declare
+  v_lo    bigint := pg_catalog.pg_snapshot_xmax(p_from)::text::bigint;
+  v_xids  int8multirange := pg_catalog.int8multirange(pg_catalog.int8range(v_lo, greatest(v_lo, pg_catalog.pg_snapshot_xmax(p_to)::text::bigint)));
+begin
+  if p_to is null then
+    v_xids := pg_catalog.int8multirange(pg_catalog.int8range(v_lo, null));
+  elsif pg_catalog.pg_snapshot_xmin(p_to) < pg_catalog.pg_snapshot_xmax(p_to) then
+    v_xids := v_xids - (
+      select coalesce(pg_catalog.range_agg(pg_catalog.int8range(x.xid::text::bigint, x.xid::text::bigint, '[]')), '{}')
+      from pg_catalog.pg_snapshot_xip(p_to) x (xid));
+  end if;
+  if pg_catalog.pg_snapshot_xmin(p_from) < pg_catalog.pg_snapshot_xmax(p_from) then
+    v_xids := v_xids + (
+      select coalesce(pg_catalog.range_agg(pg_catalog.int8range(x.xid::text::bigint, x.xid::text::bigint, '[]')), '{}')
+      from pg_catalog.pg_snapshot_xip(p_from) x (xid)
+      where p_to is null or pg_catalog.pg_visible_in_snapshot(x.xid, p_to));
+  end if;
+  return v_xids;
+end
+$$;
+
+-- Returns the transactions of _xids() as a filter on e.ev_txid that no index serves.  It
+-- is for scans by row addresses, where the planner must not choose an index.
+create or replace function pgque._xid_filter(p_from pg_snapshot, p_to pg_snapshot) returns text
+language sql stable as $$
+  select pg_catalog.format(
+    '(pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L) and not pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_to, p_from)
+$$;
+
+-- Returns a query for the rows of a queue that satisfy a condition on e, over all three
+-- tables.  A writer whose snapshot is older than a rotation stores into a table that is
+-- no longer current, so each table is read.  Only a table without a page is left out,
+-- unless p_all: rows that a tick covers were stored before.
+--   * p_xids: only rows of these transactions
+--   * p_tids: a range of row addresses in each table (three conditions, null for none)
+--   * p_columns: what is selected
+--
+-- The naive condition for several ranges of ids, which joins them by OR, lets the
+-- planner read the whole index and compare each entry with each range, if it takes the
+-- table for small.  It does so until the first ANALYZE, so that a check whether there is
+-- one new row reads all old ones.  Here each range is an index scan of a subquery, which
+-- has no other plan.  OFFSET 0 keeps the planner from merging that subquery.
+create or replace function pgque._rows_sql(
+  p_queue_id int, p_condition text, p_tids text[] default null, p_xids int8multirange default null, p_columns text default 'e.*', p_all boolean default false
+) returns text
+language plpgsql as $$
+declare
+  v_merged  int8range := pg_catalog.range_merge(p_xids);
+  v_many    boolean := p_tids is null and p_xids <> pg_catalog.int8multirange(v_merged);   -- several ranges
+  v_leaf    text;
+  v_part    text;
+  v_sql     text;
+begin
+  if pg_catalog.isempty(v_merged) then
+    p_condition := 'false';
+  elsif v_many then
+    p_condition := 'e.ev_txid >= x.lo and e.ev_txid < x.hi and ' || p_condition;
+  elsif p_tids is null then
+    p_condition := pg_catalog.concat_ws(' and ', 'e.ev_txid >= ' || pg_catalog.quote_literal(pg_catalog.lower(v_merged)) || '::xid8',
+      'e.ev_txid < ' || pg_catalog.quote_literal(pg_catalog.upper(v_merged)) || '::xid8', p_condition);
+  elsif p_xids is not null then
+    p_condition := pg_catalog.format('e.ev_txid::text::bigint <@ %L::int8multirange and %s', p_xids, p_condition);
+  end if;
+  for n in 0..2 loop
+    v_leaf := 'pgque.event_' || p_queue_id || '_' || n;
+    if p_tids[n + 1] is not null or p_tids is null and (p_all or pg_catalog.pg_relation_size(v_leaf::regclass) > 0) then
+      v_part := pg_catalog.concat('select ', p_columns, ' from ', v_leaf, ' e where ', p_tids[n + 1] || ' and ', p_condition);
+      if v_many then
+        v_part := pg_catalog.format(
+          'select e.* from (select coalesce(pg_catalog.lower(r), 0)::text::xid8, coalesce(pg_catalog.upper(r), 9223372036854775807)::text::xid8'
+          ' from pg_catalog.unnest(%L::int8multirange) r) x (lo, hi) cross join lateral (%s offset 0) e', p_xids, v_part);
+      end if;
+      v_sql := pg_catalog.concat_ws(' union all ', v_sql, v_part);
+    end if;
+  end loop;
+  return coalesce(v_sql, pg_catalog.concat('select ', p_columns, ' from ', v_leaf, ' e where false'));
+end
+$$;
+
+-- Returns the condition for the part of a window that belongs to one subscriber and has
+-- its ids in (p_after, p_upto].  Either bound may be null.
+create or replace function pgque._slice_condition(p_owner int, p_after bigint, p_upto bigint) returns text
+language sql stable as $$
+  select pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', p_owner)
+    || coalesce(' and e.ev_id > ' || p_after, '')
+    || coalesce(' and e.ev_id <= ' || p_upto, '')
+$$;
+
+-- Reads a window once, and notes for every 25 events or a few more (without retries,
+-- which belong to one subscriber each) their range of ids and, for each table, of row
+-- addresses.  A slice is then a TID range scan.  The rows of a window are fixed and do
+-- not move.  VACUUM FULL and the like give the table another file, which is noted too.
+-- The map is a cache: without it, reading is only slower.
+--
+-- Rows are hashed by 25 ids each, and only these groups are sorted: sorting all rows
+-- would take three times as long.  The planner takes each row for a group of its own, and
+-- would sort them (enable_sort).
+create or replace function pgque._map_window(p_queue_id int, p_from bigint, p_to bigint, p_xids int8multirange) returns void
+language plpgsql set enable_sort = off set work_mem = '64MB' set jit = off as $$
+begin
+  execute pg_catalog.format(
+    $q$
+    insert into pgque.window_map (map_queue, map_from, map_to, map_chunk, map_id_lo, map_id_hi, map_lo, map_hi, map_filenodes, map_xid)
+    select $1, $2, $3, g.chunk, min(g.id_lo), max(g.id_hi),
+      array[min(g.tid_lo) filter (where g.n = 0), min(g.tid_lo) filter (where g.n = 1), min(g.tid_lo) filter (where g.n = 2)],
+      array[max(g.tid_hi) filter (where g.n = 0), max(g.tid_hi) filter (where g.n = 1), max(g.tid_hi) filter (where g.n = 2)],
+      $4, pgque._xid()
+    from (
+      select g.*, (greatest(sum(g.events) over (order by g.ids), 1)::bigint - 1) / 25 as chunk
+      from (
+        select w.ev_id / 25 as ids, w.n, count(*) filter (where w.ev_owner is null) as events,
+          min(w.ev_id) as id_lo, max(w.ev_id) as id_hi, min(w.tid) as tid_lo, max(w.tid) as tid_hi
+        from (%s) w
+        group by w.ev_id / 25, w.n
+      ) g
+    ) g
+    group by g.chunk
+    $q$, pgque._rows_sql(p_queue_id, 'true', null, p_xids, 'e.ev_id, e.ev_owner, e.slot % 3 as n, e.ctid as tid'))
+  using p_queue_id, p_from, p_to, pgque._filenodes(p_queue_id);
+end
+$$;
+
+create or replace function pgque._filenodes(p_queue_id int) returns oid[]
+language plpgsql stable as $$
+begin
+  return array[
+    pg_catalog.pg_relation_filenode(pg_catalog.format('pgque.event_%s_0', p_queue_id)::regclass),
+    pg_catalog.pg_relation_filenode(pg_catalog.format('pgque.event_%s_1', p_queue_id)::regclass),
+    pg_catalog.pg_relation_filenode(pg_catalog.format('pgque.event_%s_2', p_queue_id)::regclass)];
+end
+$$;
+
+-- Returns one condition on row addresses for each table by the map of a position's
+-- window, with null for a table without rows to read.  Returns null if the window has
+-- no usable map.  p_max as in _slice_sql().
+--
+-- Up to the end of chunk n there are more than 25 n events for all subscribers, and at
+-- most 25 n + 25.  So m chunks in a row hold more than 25 (m - 1): those that p_max needs,
+-- and two more, hold the batch and the message after it, even if the first is used up.
+create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position, p_max bigint) returns text[]
+language plpgsql as $$
+declare
+  v_filenodes  oid[] := pgque._filenodes(p_queue_id);
+  v_tids       text[] := array_fill(null::text, array[3]);
+  v_lo         tid[];
+  v_hi         tid[];
+  v_mapped     boolean;
+begin
+  -- One statement: if another consumer makes a map meanwhile, both subqueries see it or
+  -- neither does.
+  select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])],
+    count(*) > 0 or exists (
+      select from pgque.window_map m
+      where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+        and m.map_valid and m.map_filenodes = v_filenodes)
+  into v_lo, v_hi, v_mapped
+  from (
+    -- Two consumers may have made the same map.
+    select distinct on (m.map_id_hi) m.map_lo, m.map_hi
+    from pgque.window_map m
+    where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+      and m.map_valid and m.map_filenodes = v_filenodes
+      and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
+      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+    order by m.map_id_hi
+    limit p_max / 25 + 3
+  ) m;
+  if not v_mapped then
+    return null;
+  end if;
+  for n in 1..3 loop
+    if v_lo[n] is not null then
+      v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', v_lo[n], v_hi[n]);
+    end if;
+  end loop;
+  return v_tids;
+end
+$$;
+
+-- Returns the query that reads the rows of a position's window above pos_done_id, up to
+-- pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, those of
+-- the next batch of at most p_max messages.  p_and is one more condition on e.  With
+-- p_places, only rows there are read.
+--
+-- A window that is far bigger than a batch is read by its map.  p_by_map asks for the
+-- map in any case.  A consumer that was moved back can find an event and its own retry
+-- in one window: then the retry replaces the event.
+create or replace function pgque._slice_sql(
+  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
+  p_places text[] default null
+) returns text
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_by_map  boolean;
+  v_xids    int8multirange;
+  v_filter  text;
+  v_tids    text[];
+  v_rows    text;
+begin
+  p_by_map := p_by_map or pgque._is_big(p_pos, p_max);
+  v_by_map := p_by_map or p_max is null and exists (
+    select from pgque.window_map m
+    where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
+  v_tids := p_places;
+  if v_tids is null and v_by_map then
+    -- From here on no table can be rewritten while its row addresses are used.
+    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
+    v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+  end if;
+  if v_tids is null then
+    v_xids := pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
+    if p_by_map then
+      perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
+      v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+    end if;
+  end if;
+  if v_tids is not null then
+    v_xids := null;
+    v_filter := ' and ' || pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
+  end if;
+  v_rows := pgque._rows_sql(p_sub.sub_queue, pg_catalog.concat(pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id), v_filter, p_and), v_tids, v_xids);
+  if p_pos.pos_tick < p_pos.pos_high then
+    v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
+  end if;
+  return v_rows;
+end
+$$;
+
+-- Returns whether a window is so much bigger than a batch that a map is worth its cost.
+create or replace function pgque._is_big(p_pos pgque.position, p_max bigint) returns boolean
+language sql immutable as $$
+  select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(10 * p_max, 500) and p_max is not null, false)
+$$;
+
+-- Creates a queue's readers: functions whose text names the queue's tables, so that a
+-- session plans them once.  Every queue always has those of this version, since they are
+-- created together with the queue, again by each install, and when a queue that came out
+-- of a dump is used first (_rebase).
+--
+-- _ticks_N: the furthest of the next 100 ticks before which no more than p_max events
+-- were numbered, at least the next one.
+--
+-- _events_N: the first messages of a small window, p_limit at most, as they are
+-- delivered.  As in _xids(), late are the transactions that ran at the
+-- window's first tick and not at its last.
+create or replace function pgque._create_reader(p_queue_id int, p_rights boolean default true) returns void
+language plpgsql as $function$
+declare
+  v_events  text;
+begin
+  perform pgque._compile(pg_catalog.format(
+    $template$
+    create or replace function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
+    language plpgsql as $body$
+    declare
+      v_first  pgque.tick;
+      v_tick   pgque.tick;
+    begin
+      -- The callers switch sequential scans off, for the plan that is kept.
+      for v_tick in
+        select t.*
+        from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t
+        where t.tick_id > p_tick
+        order by t.tick_id
+        limit 100
+      loop
+        exit when v_tick.tick_event_seq > p_event_seq + p_max and v_first.tick_id is not null;
+        v_first := v_tick;
+      end loop;
+      return v_first;
+    end
+    $body$
+    $template$, p_queue_id));
+  select pg_catalog.string_agg(pg_catalog.format(
+    'select * from pgque.event_%s_%s e where %%1$s and (e.ev_owner is null or e.ev_owner = p_owner) and e.ev_id > p_after', p_queue_id, n), ' union all ')
+  into v_events
+  from pg_catalog.generate_series(0, 2) n;
+  perform pgque._compile(pg_catalog.format(
+    $template$
+    create or replace function pgque._events_%s(
+      p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
+    ) returns setof pgque.delivery
+    language plpgsql set enable_seqscan = off set jit = off as $body$
+    declare
+      v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);
+      v_end   xid8 := pg_catalog.pg_snapshot_xmax(p_to);
+      v_late  xid8[];
+    begin
+      if pg_catalog.pg_snapshot_xmin(p_from) < v_lo then
+        v_late := array(select x.xid from pg_catalog.pg_snapshot_xip(p_from) x (xid) where pg_catalog.pg_visible_in_snapshot(x.xid, p_to));
+      end if;
+      if pg_catalog.cardinality(v_late) > 0 then
+        return query select %2$s from (%3$s union all %4$s) e order by e.ev_id limit p_limit;
+      else
+        return query select %2$s from (%3$s) e order by e.ev_id limit p_limit;
+      end if;
+    end
+    $body$
+    $template$, p_queue_id,
+    'e.ev_id, p_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
+      ' e.ev_headers, e.ev_key, e.ev_bytes, coalesce(e.ev_retry, 0) + p_attempt, e.ev_error, e.ev_expires, p_queue',
+    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
+    pg_catalog.format(v_events, 'e.ev_txid = any (v_late)')));
+  perform pgque._create_ordinary(p_queue_id);
+  perform pgque._create_key_reader(p_queue_id);
+  if p_rights then
+    perform pgque._set_rights(array(select r.func::oid from pgque._readers_of(p_queue_id) r (func)));
+  end if;
+end
+$function$;
+
+-- Creates a function of a queue, unless it is there with this text and these settings:
+-- replacing a function takes a lock on it, and a server has no room for thousands.
+create or replace function pgque._compile(p_sql text) returns void
+language plpgsql as $$
+declare
+  v_head  text := pg_catalog.split_part(p_sql, '$body$', 1);
+begin
+  if not exists (
+    select from pg_catalog.pg_proc p
+    where p.pronamespace = 'pgque'::regnamespace and p.proname = pg_catalog.substring(v_head, 'pgque\.(\w+)')
+      and p.prosrc = pg_catalog.split_part(p_sql, '$body$', 2)
+      and coalesce(p.proconfig, '{}') = array(select m[1] || '=' || m[2] from pg_catalog.regexp_matches(v_head, 'set (\w+) = (\w+)', 'g') m))
+  then
+    execute p_sql;
+  end if;
+end
+$$;
+
+-- Returns the functions whose text names a queue's tables.
+create or replace function pgque._readers_of(p_queue_id int) returns setof regprocedure
+language sql stable as $$
+  select p.oid::regprocedure
+  from pg_catalog.pg_proc p
+  where p.pronamespace = 'pgque'::regnamespace and p.proname = any (array[
+    '_ticks_' || p_queue_id, '_events_' || p_queue_id, '_key_' || p_queue_id, '_ordinary_' || p_queue_id || '_0', '_ordinary_' || p_queue_id || '_1']::name[])
+$$;
+
+create or replace function pgque._event_columns() returns text
+language sql stable as $$
+  select 'e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
+    ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
+$$;
+-- ---------------------------------------------------------------------------
+-- position: where consumers stand
+-- ---------------------------------------------------------------------------
+
+-- Returns the newest row of a subscriber in one leaf.  Only this leaf is locked.  No
+-- sequential scans: a plan made while the journal was short is kept while it grows.
+create or replace function pgque._position_in(p_sub int, p_leaf int) returns pgque.position
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_position  pgque.position;
+begin
+  if p_leaf = 0 then
+    select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+  else
+    select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+  end if;
+  return v_position;
+end
+$$;
+
+-- Returns the newest row of a subscriber.  The current leaf is read first, and the
+-- other one only if the current one has no row.  So the other leaf can be emptied while
+-- consumers work.  A caller that will append holds the subscriber's row lock.
+create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
+language plpgsql as $$
+declare
+  v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
+  v_position  pgque.position;
+begin
+  -- Compaction may move the row from the second leaf to the first between the two
+  -- reads.  Another read then finds it.
+  for v_try in 1..10 loop
+    v_position := pgque._position_in(p_sub, v_leaf);
+    if v_position.pos_sub is null then
+      v_position := pgque._position_in(p_sub, 1 - v_leaf);
+    end if;
+    if v_position.pos_sub is not null then
+      return v_position;
+    end if;
+    v_leaf := pgque._journal_leaf();
+  end loop;
+  -- A snapshot that is older than a compaction sees the row in neither leaf.
+  perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
+    'Retry the transaction.');
+end
+$$;
+
+-- Returns a position as a row of a leaf.
+create or replace function pgque._in_leaf(p_position pgque.position, p_leaf int) returns pgque.position
+language plpgsql immutable as $$
+begin
+  p_position.leaf := p_leaf;
+  return p_position;
+end
+$$;
+
+-- Returns the leaf of the journal that is written.  A transaction with an old snapshot
+-- locks the journal's row.  This keeps the journal from rotating, and fails with 40001
+-- if it was rotated.  A read-only transaction needs no such lock.
+create or replace function pgque._journal_leaf() returns int
+language plpgsql as $$
+declare
+  v_leaf  int;
+begin
+  if not pgque._old_snapshot() or pg_catalog.current_setting('transaction_read_only') = 'on' then
+    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1;
+  else
+    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for share;
+  end if;
+  return v_leaf;
+end
+$$;
+
+-- Appends a position; the sequence number and the time are set here.  If the
+-- transaction's snapshot does not show the newest row, the primary key stops it with
+-- 40001.  So there is never a second newest row.  Such a transaction appends to both
+-- leaves (see _leaves_for).  p_leaf is the current leaf, if the caller knows it.
+create or replace function pgque._append_position(p_position pgque.position, p_leaf int default null) returns void
+language plpgsql as $$
+begin
+  p_position.pos_seq := p_position.pos_seq + 1;
+  p_position.pos_time := pgque.clock();
+  p_position.leaf := coalesce(p_leaf, pgque._journal_leaf());
+  insert into pgque.position select p_position.* on conflict do nothing;
+  if found and pgque._old_snapshot() then
+    p_position.leaf := 1 - p_position.leaf;
+    insert into pgque.position select p_position.* on conflict do nothing;
+  end if;
+  if not found then
+    perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
+      'Retry the transaction.');
+  end if;
+end
+$$;
+
+-- Copies a subscriber's newest row to a leaf, if it is not there.  The row is also the
+-- record of the subscriber's batch: the lock of a pool's batch is taken too, so that an
+-- ack that is not committed yet is not left behind.
+create or replace function pgque._carry_over(p_position pgque.position, p_leaf int) returns void
+language sql as $$
+  insert into pgque.position
+  select (pgque._in_leaf(p_position, p_leaf)).*
+  from pgque.subscriber s
+  where s.sub_id = p_position.pos_sub and (pgque._position_in(s.sub_id, p_leaf)).pos_sub is null
+    and (p_position.pos_batch is null or pgque._hold_batches(s, array[p_position.pos_batch]) <> '{}')
+  on conflict do nothing
+$$;
+
+-- Returns a batch id that was never issued before: the subscriber's low 20 bits under a
+-- number that rises with the clock in quarters of a millisecond, and by at least one.
+-- A counter alone is not enough: a crash, a failover or a restore can take back the
+-- newest values of a counter, and an old batch id would then fit a new batch.
+create or replace function pgque._new_batch_id(p_position pgque.position) returns bigint
+language sql volatile as $$
+  select (greatest(
+      (p_position.pos_last_batch >> 20) + 1,
+      ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20)
+    | (p_position.pos_sub & 1048575)
+$$;
+
+-- Returns the position after a consumer's newest delivery.
+create or replace function pgque._next_from(p_position pgque.position) returns pgque.position
+language plpgsql immutable as $$
+begin
+  if p_position.pos_fresh > 0 then
+    if p_position.pos_last_id is null then
+      return pgque._past_window(p_position);
+    end if;
+    p_position.pos_done_id := p_position.pos_last_id;
+    p_position.pos_last_id := null;
+    p_position.pos_fresh := 0;
+  end if;
+  p_position.pos_batch := null;
+  p_position.pos_shelf := 0;
+  p_position.pos_keys := null;
+  return p_position;
+end
+$$;
+
+-- Returns from when on a delivery reads the retry queue.  Without this, each look at the
+-- messages that are due would pass the dead rows of all that were due before: while an old
+-- transaction is open, vacuum cannot remove them.
+--
+-- The naive version remembers the time of the last look.  It loses messages:
+--
+--   session 1: nack, so that message 1 is due at 12:00:10; the transaction stays open
+--   session 2: looks at 12:00:20 for what is due, and finds nothing
+--   session 1: commits
+--   result:    message 1 is due before the last look, and no later look finds it
+--
+-- The same happens if the clock is set back.  So a look begins a second before the one
+-- before it, and after five seconds one look begins at the beginning again.  A message that
+-- was committed more than a second after it was due waits for that look.
+--
+-- p_due begins where the next looks begin, and ends when one is to read everything.
+create or replace function pgque._due_from(p_due tstzrange, p_now timestamptz) returns timestamptz
+language sql immutable as $$ select case when p_due @> p_now then pg_catalog.lower(p_due) else '-infinity' end $$;
+
+-- Returns p_due after a look at p_now, which found p_first as the first message that is
+-- due; null: none.
+create or replace function pgque._looked(p_due tstzrange, p_now timestamptz, p_first timestamptz default null) returns tstzrange
+language sql stable as $$
+  select pg_catalog.tstzrange(least(p_first, p_now - interval '1 second'), case when p_due @> p_now then pg_catalog.upper(p_due) else p_now + interval '5 seconds' end)
+$$;
+
+-- Returns a position whose window ends at a tick.
+create or replace function pgque._with_window(p_position pgque.position, p_tick pgque.tick) returns pgque.position
+language plpgsql immutable as $$
+begin
+  p_position.pos_next_tick := p_tick.tick_id;
+  p_position.pos_next_snapshot := p_tick.tick_snapshot;
+  p_position.pos_next_event_seq := p_tick.tick_event_seq;
+  return p_position;
+end
+$$;
+
+-- Returns a position at a tick, without a window and a batch of its own.
+create or replace function pgque._at_tick(p_position pgque.position, p_tick pgque.tick) returns pgque.position
+language sql immutable as $$ select pgque._past_window(pgque._with_window(p_position, p_tick)) $$;
+
+-- Returns a position at the end of its window.
+create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
+language plpgsql immutable as $$
+begin
+  p_position.pos_tick := p_position.pos_next_tick;
+  p_position.pos_snapshot := p_position.pos_next_snapshot;
+  p_position.pos_event_seq := p_position.pos_next_event_seq;
+  p_position.pos_next_tick := null;
+  p_position.pos_next_snapshot := null;
+  p_position.pos_next_event_seq := null;
+  p_position.pos_done_id := null;
+  p_position.pos_done_count := 0;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_fresh := 0;
+  p_position.pos_shelf := 0;
+  p_position.pos_keys := null;
+  return p_position;
+end
+$$;
+
+-- Opens the window that follows a position, up to the furthest of the next 100 ticks
+-- before which no more than p_max events were numbered, and by at least one tick.  So a
+-- consumer that lags by many small ticks gets full batches.  There is no window if
+-- there is no further tick.
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_name  text;
+  v_tick  pgque.tick;
+begin
+  select q.queue_name into v_name from pgque.queue q where q.queue_id = p_queue_id;
+  if not found then
+    raise undefined_table;
+  end if;
+  execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
+  return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
+exception
+  when undefined_table or undefined_function then
+    -- The queue was dropped meanwhile, or one of its tables or functions is missing.
+    if pgque._old_snapshot() then
+      perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
+    elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
+      perform pgque._takes_nothing(p_queue_id);
+    end if;
+    perform pgque._fail(sqlstate, pg_catalog.format('queue %I: %s', v_name, sqlerrm),
+      'If a function is missing, install this version of pgque again: it creates the functions of every queue.');
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- lease: which batches are open, and which outcomes they have
+-- ---------------------------------------------------------------------------
+
+-- A delivery is one row in the journal of positions.  It records what was delivered, to
+-- which worker, until when, and so where the next delivery begins.  That a batch is
+-- closed, or that a message of it has its outcome, is a row in the journal of settled
+-- messages.  So neither is updated, and workers need no row of their own: their names
+-- may change at any time.
+--
+-- A consumer on its own is one worker without a name whose lease has no end.  A
+-- subconsumer is a worker whose lease has no end either.
+--
+-- The log is for first deliveries.  A message that is redelivered (after an expired
+-- lease, a nack or a release) is in the retry queue, and is leased from there.
+-- ev_retry_after is when it may be delivered, ev_batch its last batch.  A delivery
+-- overwrites ev_batch, and from then on the old batch id is no longer valid.  The
+-- exception are consumers that are read by offsets: see _pumped().
+--
+-- Locks:
+--   * Deliveries of one consumer lock the subscriber's row.
+--   * Outcomes of a pool's batch lock the batch by an advisory lock on its id.  The
+--     holder also has a shared lock for the queue, whose exclusive form locks all
+--     batches of the queue.  Code that holds the subscriber's row only tries these
+--     locks.
+--   * All other batches have no lock of their own: the subscriber's row is locked.
+
+-- Returns the consumer whose bits a batch id carries, or null.  A subconsumer's batch that
+-- is open since 0.5 has the subconsumer's bits.
+create or replace function pgque._batch_owner(p_batch bigint) returns pgque.subscriber
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber;
+begin
+  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  if v_sub.sub_main is not null then
+    select s.* into v_sub from pgque.subscriber s where s.sub_id = v_sub.sub_main;
+  end if;
+  return v_sub;
+end
+$$;
+
+create or replace function pgque._no_batch(p_batch bigint) returns void
+language plpgsql as $$
+begin
+  perform pgque._fail('PQ012', pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
+    'Receive again. The batch was finished already, another worker took it over, or it never existed.');
+end
+$$;
+
+-- Locks a batch for a call that gives outcomes or changes its lease.  Calls that lock
+-- all batches of the queue wait meanwhile.  A batch that belongs to no pool is locked
+-- with its consumer.  Returns false if the consumer no longer exists.
+create or replace function pgque._lock_batch(p_sub pgque.subscriber, p_batch bigint) returns boolean
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'pool' then
+    perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
+    return true;
+  end if;
+  perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
+  return found;
+end
+$$;
+
+-- Tries to lock many batches at once, and returns those that it locked: all of them
+-- with one lock, or, if another session works with one of them, at most p_most of them
+-- one by one; null: as many as half of the server's room for locks.  The caller holds
+-- the consumer's lock.
+create or replace function pgque._hold_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
+language plpgsql as $$
+begin
+  if p_sub.sub_role <> 'pool'
+    or pg_catalog.cardinality(p_batches) > 3 and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue)
+  then
+    return p_batches;
+  end if;
+  return array(
+    select b.id
+    from pg_catalog.unnest(p_batches) with ordinality b (id, n)
+    where b.n <= coalesce(p_most, (select pgque._lock_room() / 2)) and pg_catalog.pg_try_advisory_xact_lock(b.id)
+    order by b.n);
+end
+$$;
+
+-- Returns the delivery of a batch, or null.
+create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_position  pgque.position;
+begin
+  -- Both leaves in one statement: the row may move from one to the other.
+  select p.* into v_position from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub limit 1;
+  if not found and pgque._old_snapshot() then
+    -- The snapshot may show the row in neither leaf: then this fails with 40001.
+    perform pgque._journal_leaf();
+  end if;
+  return v_position;
+end
+$$;
+
+-- Returns the state of batches that were delivered, in the order of the array:
+--   * lease: the delivery
+--   * place: where its messages without an outcome are: log, or retry for the retry
+--     queue.  Null: the batch is closed.
+--   * settled: how many of its messages have an outcome
+--   * extended, until: how often its lease was extended, and when it ends
+--   * lost: whether its worker got the answer that a message is lost
+-- A batch keeps the place retry when its last message there was taken away: whether it
+-- is open says _is_open().
+create or replace function pgque._states(
+  p_sub int, p_batches bigint[],
+  out token bigint, out lease pgque.position, out place text, out settled bigint, out extended bigint, out until timestamptz, out lost boolean
+) returns setof record
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_count  int;
+begin
+  return query
+  -- Both leaves in one statement: a row may move from one to the other, and be in both.
+  select b.id, l.row,
+    case when w.closed then null when (l.row).pos_fresh > 0 and not w.moved then 'log' else 'retry' end,
+    w.settled, w.extended, coalesce(w.until, (l.row).pos_until), w.lost
+  from pg_catalog.unnest(p_batches) with ordinality b (id, n)
+  cross join lateral (select p as row from pgque.position p where p.pos_batch = b.id and p.pos_sub + 0 = p_sub limit 1) l
+  cross join lateral (
+    select coalesce(bool_or(s.set_what = 'closed'), false) as closed, coalesce(bool_or(s.set_what = 'moved'), false) as moved,
+      coalesce(bool_or(s.set_what = 'lost'), false) as lost, count(distinct s.set_ev_id) filter (where s.set_what = 'outcome') as settled,
+      coalesce(max(s.set_ev_id) filter (where s.set_what = 'extended'), 0) as extended, max(s.set_until) as until
+    from pgque.settled s
+    where s.set_batch = b.id
+  ) w
+  order by b.n;
+  get diagnostics v_count = row_count;
+  if v_count < pg_catalog.cardinality(p_batches) and pgque._old_snapshot() then
+    -- The snapshot may show a delivery in neither leaf: then this fails with 40001.
+    perform pgque._journal_leaf();
+  end if;
+end
+$$;
+
+-- Returns the batches of a list that are still open.  Of a pool, those that it has to
+-- find by its position: the others are found by their messages in the retry queue.
+create or replace function pgque._still_open(p_sub pgque.subscriber, p_batches bigint[]) returns bigint[]
+language sql as $$
+  select array(select s.token from pgque._states(p_sub.sub_id, p_batches) s where s.place = 'log' or s.place = 'retry' and p_sub.sub_role <> 'pool')
+$$;
+
+-- Records something about a batch: about messages, or about all of it (see
+-- pgque.settled).  Returns the ids that were new, sorted; null if there is none.  A
+-- transaction with an old snapshot writes to both leaves, and gets 40001 if a row that it
+-- does not see is there.
+create or replace function pgque._record(
+  p_batch bigint, p_what pgque.settled_what, p_ids bigint[] default '{0}', p_until timestamptz default null, p_leaf int default null
+) returns bigint[]
+language plpgsql as $$
+declare
+  v_leaves  int[] := pgque._leaves_for(coalesce(p_leaf, pgque._journal_leaf()));
+  v_new     bigint[];
+begin
+  if pg_catalog.cardinality(p_ids) * pg_catalog.cardinality(v_leaves) = 1 then
+    insert into pgque.settled (set_batch, set_what, set_ev_id, set_until, leaf) values (p_batch, p_what, p_ids[1], p_until, v_leaves[1]) on conflict do nothing;
+    return case when found then p_ids end;
+  end if;
+  with new as (
+    insert into pgque.settled (set_batch, set_what, set_ev_id, set_until, leaf)
+    select p_batch, p_what, i.id, p_until, l.leaf
+    from pg_catalog.unnest(p_ids) i (id)
+    cross join pg_catalog.unnest(v_leaves) l (leaf)
+    on conflict do nothing
+    returning set_ev_id
+  )
+  select pg_catalog.array_agg(g.id order by g.id) into v_new
+  from (select n.set_ev_id as id from new n group by 1 having count(*) = pg_catalog.cardinality(v_leaves)) g;
+  return v_new;
+end
+$$;
+
+-- Returns the open batches of a consumer whose messages are in the log.
+create or replace function pgque._held(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
+returns setof record
+language sql as $$
+  select s.token, s.lease, s.settled, s.until from pgque._states(p_sub, (pgque._position(p_sub)).pos_open) s where s.place = 'log'
+$$;
+
+-- Returns those of them whose lease expired and whose messages nobody received since.
+create or replace function pgque._lapsed(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
+returns setof record
+language plpgsql as $$
+begin
+  -- No batch is read before the first lease may have expired.
+  if p_pos.pos_lapse <= pgque.clock() then
+    return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
+  end if;
+end
+$$;
+
+-- Returns the open batch of a consumer that reads on its own, or of a subconsumer: it
+-- is redelivered.  The batch is open until it is finished, even if each of its messages
+-- has its outcome.  p_leaf is the current leaf.  If it has the delivery, it has the
+-- outcomes too, and the other leaf, which may be about to be emptied, is not read.
+create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_token  bigint;
+begin
+  if p_sub.sub_role = 'pool' then
+    return null;
+  end if;
+  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+    if v_token = p_pos.pos_batch and p_pos.leaf = p_leaf and p_leaf = 0 then
+      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
+    elsif v_token = p_pos.pos_batch and p_pos.leaf = p_leaf then
+      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
+    else
+      continue when pgque._still_open(p_sub, array[v_token]) = '{}';
+    end if;
+    if p_worker is null or (pgque._lease(p_sub.sub_id, v_token)).pos_worker = p_worker then
+      return v_token;
+    end if;
+  end loop;
+  return null;
+end
+$$;
+
+-- Returns where a consumer stands: before its open batch if it reads on its own, else
+-- after the newest delivery.
+create or replace function pgque._standing(p_sub pgque.subscriber, p_pos pgque.position) returns pgque.position
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'normal' and p_pos.pos_batch is not null and pgque._open_batch_of(p_sub, p_pos, null) = p_pos.pos_batch then
+    return p_pos;
+  end if;
+  return pgque._next_from(p_pos);
+end
+$$;
+
+-- Returns the position from which on a subscriber needs messages: its own, or that of
+-- the oldest of its open batches.  A subscriber that received all of a window has
+-- passed it, even before its next call.
+create or replace function pgque._oldest_need(p_sub int) returns pgque.position
+language plpgsql as $$
+declare
+  v_pos    pgque.position := pgque._next_from(pgque._position(p_sub));
+  v_lease  pgque.position;
+begin
+  if pg_catalog.cardinality(v_pos.pos_open) > 0 then
+    select (h.lease).* into v_lease
+    from pgque._held(p_sub) h
+    where (h.lease).pos_tick < v_pos.pos_tick
+    order by (h.lease).pos_tick
+    limit 1;
+    if found then
+      return v_lease;
+    end if;
+  end if;
+  return v_pos;
+end
+$$;
+
+-- Returns the condition that a row e has its outcome in a batch.  It is a probe of the
+-- index: EXISTS lets the planner compare each row with all outcomes of the batch.  Null for
+-- no batch.
+create or replace function pgque._has_outcome_sql(p_batch bigint) returns text
+language sql immutable strict as $$
+  select pg_catalog.format(
+    '(select s.set_batch from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id and s.set_what = ''outcome'' limit 1) is not null', p_batch)
+$$;
+
+-- Returns a query for the rows of a batch that came from the log and have no outcome.
+create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '', p_places text[] default null) returns text
+language sql as $$
+  select pgque._slice_sql(p_sub, p_lease, p_and || ' and not (' || pgque._has_outcome_sql(p_lease.pos_batch) || ')', p_places => p_places)
+$$;
+
+-- Returns whether a worker's batch in the retry queue still has all of its messages,
+-- apart from those that were settled one by one.  It has not if some of them were
+-- delivered to another worker or removed, or are just being taken.  Locks those messages.
+-- The caller holds the batch's lock.
+create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_state    record;
+  v_waiting  bigint;
+begin
+  select s.* into v_state from pgque._states(p_sub, array[p_batch]) s;
+  if v_state.place = 'log' or (select s.sub_role from pgque.subscriber s where s.sub_id = p_sub) <> 'pool' then
+    return true;   -- no other worker can have a part of it
+  end if;
+  select count(*) into v_waiting
+  from (
+    select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
+  ) r;
+  return not v_state.lost
+    and v_waiting >= case when (v_state.lease).pos_fresh > 0 then (v_state.lease).pos_done_count else (v_state.lease).pos_shelf end - v_state.settled;
+end
+$$;
+
+-- Acknowledges a whole batch.  Returns 0 if it is not open, or not whole.
+--
+-- To record that the batch is closed is not enough: its messages may be in the retry
+-- queue, and would be delivered to others.  And a worker's batch there may have been
+-- delivered to others in part: to acknowledge the rest would tell its worker that all is
+-- done.  Such a batch has nothing that could be closed: it is open as long as messages
+-- wait under its id.
+create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_place  text;
+begin
+  if not pgque._lock_batch(p_sub, p_batch) then
+    return 0;
+  end if;
+  select s.place into v_place from pgque._states(p_sub.sub_id, array[p_batch]) s;
+  if v_place is null or not pgque._still_whole(p_sub.sub_id, p_batch) then
+    return 0;
+  end if;
+  delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
+  if p_sub.sub_role = 'pool' and v_place = 'retry' then
+    return found::int;
+  end if;
+  if pgque._old_snapshot() then
+    -- This snapshot may not see that the batch was moved: the primary key finds it out.
+    perform pgque._record(p_batch, 'moved');
+  end if;
+  return (pgque._record(p_batch, 'closed') is not null)::int;
+end
+$$;
+
+-- Moves the messages of a batch that have no outcome from the log to the retry queue,
+-- under the same batch id.  They may be delivered from p_due on.  With p_token they get
+-- another batch id and worker instead, or none if it is 0, with p_deliveries more
+-- deliveries.  Returns how many there are.  The caller holds the batch's lock.
+create or replace function pgque._shelve(
+  p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz, p_token bigint default null, p_worker text default null, p_deliveries int default 0
+) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_token  bigint := nullif(coalesce(p_token, p_lease.pos_batch), 0);
+  v_rows   text := pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, p_lease));
+  v_ids    bigint[];
+begin
+  execute pg_catalog.format(
+    'with moved as ('
+    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
+    -- If the consumer was moved back, the message may already be in the retry queue.
+    -- Then this batch takes it over from the one that has it there.
+    ' on conflict (ev_owner, ev_id, ev_queue) do update'
+    ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)'
+    ' returning ev_id) select pg_catalog.array_agg(m.ev_id) from moved m', v_rows)
+  into v_ids
+  using p_sub, p_due, v_token, case when v_token is not null then coalesce(p_worker, p_lease.pos_worker) end, p_deliveries;
+  if pgque._old_snapshot() then
+    -- This snapshot may not see that the batch was closed, or that a message has its
+    -- outcome: the primary key finds it out.  The rows for this check are undone.
+    begin
+      perform pgque._record(p_lease.pos_batch, 'closed'), pgque._record(p_lease.pos_batch, 'outcome', v_ids);
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
+  end if;
+  perform pgque._record(p_lease.pos_batch, 'moved');
+  return coalesce(pg_catalog.cardinality(v_ids), 0);
+end
+$$;
+
+-- Checks every batch of a consumer that may be open.  If the lease expired, messages
+-- without an outcome go to the retry queue and may be delivered at once.  Until one is
+-- delivered, the old batch id stays valid.  A batch that its worker is just finishing
+-- counts as alive.
+create or replace function pgque._reap(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
+language plpgsql as $$
+declare
+  v_open   bigint[] := '{}';
+  v_lapse  timestamptz;
+  v_tried  int := 0;
+  v_held   record;
+  v_state  record;
+begin
+  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h loop
+    if v_held.until <= p_now and v_tried < 200 then
+      -- The server has room for some thousand locks.  The next call continues.
+      v_tried := v_tried + 1;
+      if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' then
+        select s.place, s.until into v_state from pgque._states(p_sub.sub_id, array[v_held.token]) s;
+        continue when v_state.place is distinct from 'log';
+        v_held.until := v_state.until;
+        if v_held.until <= p_now then
+          perform pgque._shelve(p_sub, v_held.lease, p_now);
+          continue;
+        end if;
+      else
+        v_held.until := p_now + interval '1 second';
+      end if;
+    end if;
+    v_open := v_open || v_held.token;
+    v_lapse := least(v_lapse, v_held.until);
+  end loop;
+  if p_sub.sub_role <> 'pool' then
+    v_open := pgque._still_open(p_sub, p_pos.pos_open);   -- with those from the retry queue, which are redelivered
+  end if;
+  p_pos.pos_open := v_open;
+  p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
+  p_pos.pos_lapse := v_lapse;
+  return p_pos;
+end
+$$;
+
+-- Copies the open batches of a consumer to the current leaf.  The caller holds the
+-- subscriber's lock, so there are no new ones.
+create or replace function pgque._carry_leases(p_sub pgque.subscriber, p_cur int) returns void
+language plpgsql as $$
+declare
+  v_token  bigint;
+begin
+  foreach v_token in array pgque._hold_batches(p_sub, array(
+    select o.token
+    from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
+    where not pgque._carried(p_sub.sub_id, o.token, p_cur)), 500)
+  loop
+    insert into pgque.position
+    select (pgque._in_leaf(l, p_cur)).* from pgque._lease(p_sub.sub_id, v_token) l where l.pos_sub is not null
+    on conflict do nothing;
+    insert into pgque.settled (set_batch, set_what, set_ev_id, set_until, leaf)
+    select s.set_batch, s.set_what, s.set_ev_id, s.set_until, p_cur from pgque.settled s where s.set_batch = v_token
+    on conflict do nothing;
+  end loop;
+end
+$$;
+
+-- Returns whether a leaf has all rows of a batch, or none is needed.
+create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.leaf = p_cur);
+  v_place  text;
+begin
+  select s.place into v_place from pgque._states(p_sub, array[p_batch]) s;
+  if not found then
+    return true;
+  elsif v_place is null then
+    -- The row that closes a batch must be in each leaf that has its delivery.
+    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.set_what = 'closed' and s.leaf = p_cur);
+  end if;
+  return v_there
+    and not exists (
+      select s.set_what, s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf <> p_cur
+      except
+      select s.set_what, s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf = p_cur);
+end
+$$;
+
+-- Returns whether a batch is open.  A worker's batch in the retry queue is, as long as it
+-- has a message there; any other, until it is finished.
+create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return exists (
+    select from pgque._states(p_sub.sub_id, array[p_batch]) s
+    where s.place = 'log' or s.place = 'retry' and (p_sub.sub_role <> 'pool' or exists (
+      select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch)));
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- subscribe: consumers of a queue
+-- ---------------------------------------------------------------------------
+
+-- Returns the row of a consumer by name.  The server inlines it.  OFFSET 0 fixes the
+-- order of the joins, so that the name is looked up first: without statistics the
+-- planner would read all subscribers of the queue.
+create or replace function pgque._named(p_queue_id int, p_consumer text) returns setof pgque.subscriber
+language sql stable as $$
+  select s.*
+  from (select c.co_id from pgque.consumer c where c.co_queue in (0, p_queue_id) and c.co_name = p_consumer collate pg_catalog."default" offset 0) c
+  cross join lateral (select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_consumer = c.co_id and s.sub_main is null offset 0) s
+$$;
+
+-- Returns the subscriber for a queue and a consumer, without a lock, the current leaf
+-- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
+-- PQ011 if there is none.
+create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_found  record;
+  v_queue  pgque.queue;
+begin
+  select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
+  from pgque.queue q
+  cross join lateral pgque._named(q.queue_id, p_consumer) s
+  cross join pgque.journal j
+  where q.queue_name = p_queue collate pg_catalog."default"
+    and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
+  if not found then
+    -- p_queue is a queue_uid, or the queue has got this name since that query began.  The
+    -- next query finds the queue by its id, because the queue may have another name by then.
+    v_queue := pgque._queue(p_queue, p_caller, 'consume');
+    select s as sub, j.journal_cur, v_queue.queue_archive_on_ack, v_queue.queue_restored into v_found
+    from pgque._named(v_queue.queue_id, p_consumer) s
+    cross join pgque.journal j;
+    if not found then
+      perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
+        'Subscribe it first: select pgque.subscribe(queue, consumer);');
+    end if;
+  end if;
+  if v_found.queue_restored then
+    perform pgque._need_loaded(q) from pgque.queue q where q.queue_id = (v_found.sub).sub_queue;
+  end if;
+  sub := v_found.sub;
+  leaf := v_found.journal_cur;
+  archives := v_found.queue_archive_on_ack;
+end
+$$;
+
+create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
+language sql as $$ select (pgque._find(p_queue, p_consumer, p_caller)).sub $$;
+
+-- Locks a subscriber against its own other calls and returns its role.  A transaction
+-- with an old snapshot that does not show a change since fails with 40001.
+create or replace function pgque._lock_subscriber(p_sub int) returns text
+language plpgsql as $$
+declare
+  v_role  text;
+begin
+  select s.sub_role into v_role from pgque.subscriber s where s.sub_id = p_sub for no key update;
+  if not found then
+    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'Subscribe the consumer again. It was unsubscribed while this call waited.');
+  end if;
+  return v_role;
+end
+$$;
+
+-- Does the same, and returns its position.
+create or replace function pgque._lock_position(p_sub int) returns pgque.position
+language plpgsql as $$
+begin
+  perform pgque._lock_subscriber(p_sub);
+  return pgque._position(p_sub);
+end
+$$;
+
+-- Returns the tick for start_at: latest, earliest, a tick id, or a time (the last tick
+-- before it).
+create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns pgque.tick
+language plpgsql as $$
+declare
+  v_tick   pgque.tick;
+  v_ticks  text := pgque._ticks_sql(p_queue.queue_id);
+begin
+  if p_start_at is null then
+    null;
+  elsif p_start_at = 'latest' then
+    v_tick := pgque._last_tick(p_queue);
+  elsif p_start_at = 'earliest' then
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
+  elsif p_start_at ~ '^[0-9]{1,19}$' then
+    v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
+  else
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)), t.tick_id desc limit 1', v_ticks)
+    into v_tick using p_start_at::timestamptz;
+  end if;
+  if v_tick.tick_id is not null then
+    return v_tick;
+  end if;
+  perform pgque._fail('PQ005', pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
+    'Start at latest, earliest, the id of a stored tick, or a timestamp.');
+exception
+  when data_exception then
+    perform pgque._fail('PQ005', pg_catalog.format('cannot start at %L on queue %I', p_start_at, p_queue.queue_name),
+      'Start at latest, earliest, the id of a stored tick, or a timestamp.');
+end
+$$;
+
+-- Adds a subscriber row with its first position.  The low 20 bits of its id are unique.
+-- After 2^31 numbers the sequence begins again: a number whose earlier subscriber left
+-- positions or retries is skipped.
+create or replace function pgque._add_subscriber(
+  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick, p_caller name
+) returns int
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_seq       regclass := pg_catalog.pg_get_serial_sequence('pgque.subscriber', 'sub_id');
+  v_position  pgque.position;
+  v_id        int;
+begin
+  perform pgque._need_queue(p_queue_id);
+  perform pgque._need_place(p_queue_id, p_caller);
+  for v_try in 0..2097152 loop
+    v_id := pg_catalog.nextval(v_seq);
+    if not exists (select from pgque.subscriber s where (s.sub_id & 1048575) = (v_id & 1048575))
+      and not exists (select from pgque.position p where p.pos_sub = v_id)
+      and not exists (select from pgque.retry_queue r where r.ev_owner = v_id)
+    then
+      insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker, sub_archived)
+      values (v_id, p_queue_id, p_consumer, p_role, p_main, p_worker,
+        p_main is null and (select q.queue_archive_on_ack from pgque.queue q where q.queue_id = p_queue_id))
+      on conflict ((sub_id & 1048575)) do nothing
+      returning sub_id into v_position.pos_sub;
+      exit when found;
+    end if;
+    if v_try % 65536 = 0 and (select pg_catalog.count(*) from pgque.subscriber) >= 1048576 then
+      exit;
+    end if;
+  end loop;
+  if v_position.pos_sub is null then
+    perform pgque._fail('program_limit_exceeded', 'all 1048576 numbers of subscribers are taken',
+      'Unsubscribe consumers and subconsumers that are not in use: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;');
+  end if;
+  v_position.pos_seq := 0;
+  v_position.pos_last_batch := 0;
+  v_position.pos_skipped := 0;
+  perform pgque._append_position(pgque._at_tick(v_position, p_tick));
+  return v_position.pos_sub;
+end
+$$;
+
+-- Limits a role that has a right to this queue only to the queue's max_consumers: PQ003
+-- if there are that many.  These roles subscribe to a queue one after the other, in a
+-- transaction whose snapshot shows all consumers.
+create or replace function pgque._need_place(p_queue_id int, p_caller name) returns void
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_queue  pgque.queue;
+  v_count  bigint;
+begin
+  if pgque._may(p_caller, 'consume', null) then
+    return;
+  end if;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  if v_queue.queue_max_consumers = 0 then
+    return;
+  end if;
+  perform pgque._need_read_committed('a new consumer of a role with a right to one queue');
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.subscribe'), p_queue_id);
+  select pg_catalog.count(*) into v_count
+  from (select from pgque.subscriber s where s.sub_queue = p_queue_id limit v_queue.queue_max_consumers) s;
+  if v_count >= v_queue.queue_max_consumers then
+    perform pgque._fail('PQ003', pg_catalog.format('queue %I has max_consumers consumers', v_queue.queue_name),
+      pg_catalog.format('Unsubscribe consumers that are not in use. Or a member of pgque_admin raises the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
+        v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint),
+      pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers));
+  end if;
+end
+$$;
+
+create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_new  int := pgque._subscribe($1, $2, 'normal', $3, caller);
+  v_sub  pgque.subscriber;
+begin
+  if $4 is true then
+    v_sub := pgque._subscriber($1, $2, caller);
+    if v_new = 0 and not v_sub.sub_keyed then
+      perform pgque._fail('PQ006', format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
+        'Unsubscribe it first, or subscribe another consumer.');
+    elsif v_new = 1 then
+      update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
+    end if;
+  end if;
+  perform pgque._did('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'keyed_order', nullif($4, false))) where v_new = 1;
+  return v_new;
+end
+$$;
+comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
+  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after '
+  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). keyed_order: messages of one partition_key or key are '
+  'delivered to workers one at a time, in order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has '
+  'max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at.';
+
+create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
+language plpgsql as $$
+declare
+  v_queue  pgque.queue;
+  v_co     int;
+begin
+  v_queue := pgque._queue(p_queue, p_caller, 'consume');
+  v_co := pgque._consumer(p_consumer, v_queue.queue_id);
+  if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
+    return 0;
+  end if;
+  perform pgque._let_keys_be_said(v_queue);
+  -- The lock keeps rotation from emptying the table of this tick.
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for share;
+  if not found then
+    perform pgque._no_queue(p_queue);
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  perform pgque._depth_grows(v_queue.queue_id);
+  perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at), p_caller);
+  return 1;
+exception
+  when unique_violation then
+    return 0;
+end
+$$;
+
+-- Returns the id of the name of a queue's consumer, and stores the name if it is new.
+create or replace function pgque._consumer(p_consumer text, p_queue_id int) returns int
+language plpgsql as $$
+declare
+  v_id  int;
+begin
+  if coalesce(p_consumer, '') = '' or pg_catalog.octet_length(p_consumer) > 1000 then
+    perform pgque._fail('PQ004', pg_catalog.format('invalid consumer name for queue %I', (select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)),
+      'A consumer name has 1 to 1000 bytes; any character is allowed.');
+  end if;
+  for v_try in 1..2 loop
+    select c.co_id into v_id
+    from pgque.consumer c
+    where c.co_queue in (0, p_queue_id) and c.co_name = p_consumer collate pg_catalog."default"
+    order by c.co_queue
+    limit 1;
+    exit when found;
+    insert into pgque.consumer (co_name, co_queue) values (p_consumer, p_queue_id) on conflict (co_queue, co_name) do nothing;
+  end loop;
+  return v_id;
+end
+$$;
+
+-- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
+-- The archive lacks the messages that the consumer is moved past.
+create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'normal' then
+    perform pgque._drop_batch(p_sub, o.token) from pg_catalog.unnest(p_position.pos_open) o (token);
+    p_position.pos_open := '{}';
+  end if;
+  update pgque.subscriber s set sub_archived = s.sub_archived and p_tick.tick_id <= p_position.pos_tick, sub_history = null
+  where s.sub_id = p_sub.sub_id and (s.sub_archived and p_tick.tick_id > p_position.pos_tick or s.sub_history is not null);
+  p_position.pos_high := greatest(p_position.pos_high, p_position.pos_tick, p_position.pos_next_tick);
+  perform pgque._append_position(pgque._at_tick(p_position, p_tick));
+end
+$$;
+
+-- Takes a batch from its worker.  Its messages from the log are passed, and those from
+-- the retry queue are released.
+create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
+language plpgsql as $$
+begin
+  perform pgque._record(p_batch, 'closed');
+  perform pgque._hand_back(p_sub, p_batch);
+end
+$$;
+
+-- Deletes the positions of former consumers once the last consumer is unsubscribed: in a
+-- dump, positions without consumers show that the consumers are not loaded yet (_lacks).
+create or replace function pgque._forget_positions() returns void
+language sql as $$
+  delete from pgque.position where not exists (select from pgque.subscriber)
+$$;
+
+create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name, caller, 'consume');
+  v_main   int;
+  v_count  int;
+  v_rows   int;
+begin
+  select s.sub_id into v_main
+  from pgque.subscriber s
+  join pgque.consumer c on c.co_id = s.sub_consumer
+  where s.sub_queue = v_queue.queue_id and c.co_name = unsubscribe.consumer_name collate "default" and s.sub_main is null
+  for update of s;
+  if not found then
+    return 0;
+  end if;
+  delete from pgque.subscriber s where s.sub_main = v_main;
+  get diagnostics v_count = row_count;
+  -- Maintenance deletes rows that this snapshot does not show.
+  delete from pgque.retry_queue r where r.ev_owner = v_main;
+  delete from pgque.subscriber s where s.sub_id = v_main;
+  get diagnostics v_rows = row_count;
+  perform pgque._forget_positions();
+  perform pgque._did('unsubscribe', v_queue.queue_name, jsonb_build_object('consumer_name', unsubscribe.consumer_name)) where v_rows > 0;
+  return v_count + v_rows;
+end
+$$;
+comment on function pgque.unsubscribe(text, text, pgque.caller) is
+  'Removes a consumer from a queue with its workers and its pending retries; its dead letters stay. Returns the number of subscribers removed, 0 if '
+  'it was not subscribed. Errors: PQ001 no such queue.';
+
+-- Returns a consumer's name; for a worker consumer.worker.
+create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
+language plpgsql stable as $$
+begin
+  return (select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer);
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- ordinary: the usual delivery in one statement
+-- ---------------------------------------------------------------------------
+
+-- Most deliveries need none of what makes receive() long: the consumer has received its
+-- last batch, nothing waits for it in the retry queue, and no option of the queue chooses
+-- from its messages.  These deliveries are ordinary.  receive() then runs three statements:
+--   1. _poll_L finds the consumer, and locks it if an ordinary delivery may follow.  If
+--      there is nothing to do, it locks nothing, and the call ends.
+--   2. a dynamic statement calls _ordinary_N_L.
+--   3. In that function, one statement reads the position, opens the window, reads the
+--      messages, and stores the new position.
+-- L is the leaf of the journal that is written, N the queue.  The text of these functions
+-- is fixed, so a session plans them once.
+--
+-- If a delivery is not ordinary, these statements change nothing, and receive() goes the
+-- general way.  _ordinary_sql() and the conditions of statement 3 say what is ordinary.
+--
+-- Why the consumer is locked by a statement before the one that delivers: a statement
+-- that waited for a lock reads its tables as they were before, and would deliver what
+-- another worker has just received.  So statement 3 also checks again which leaf is
+-- written.  Each function uses this leaf only: a session that used the other one would
+-- keep it from being emptied.
+--
+-- Why probes are scalar subqueries with a limit: EXISTS in their place lets the planner read
+-- the rows of all consumers into a hash table.
+--
+-- Why FROM has commas in place of JOIN: a plan of a session keeps a list of all columns for
+-- each JOIN.  That made a third of its memory.
+--
+-- Tests switch ordinary deliveries off: set pgque.ordinary = off.
+
+-- Returns the newest position of a subscriber in a leaf, as a query; no row if another leaf
+-- is written.
+--   * tick, fresh: where the next window begins, and whether it is a new one
+--   * open: batches that may be open, without the newest one if that is closed
+--   * p_more: more columns of p
+create or replace function pgque._newest_sql(p_leaf int, p_sub text, p_more text default '') returns text
+language sql immutable as $$
+  select pg_catalog.format(
+    'select p.pos_lapse, case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_tick else p.pos_tick end as tick,'
+    ' p.pos_next_tick is null or p.pos_fresh > 0 and p.pos_last_id is null as fresh,'
+    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_ev_id = 0 and z.set_what = ''closed'') is null then p.pos_open'
+    ' else pg_catalog.array_remove(p.pos_open, p.pos_batch) end as open, p.pos_due%3$s'
+    ' from pgque.position_%1$s p'
+    ' where p.pos_sub = %2$s and p.leaf = (select j.journal_cur from pgque.journal j where j.journal_id = 1)'
+    ' order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
+$$;
+
+-- Returns the condition that a consumer has nothing but its window to do: no lease may
+-- have expired, and no batch of a consumer on its own is open.  p is its newest position.
+create or replace function pgque._quiet_sql() returns text
+language sql immutable as $$
+  select '(p.pos_lapse <= v_now) is not true and (p_worker is not null or coalesce(pg_catalog.cardinality(p.open), 0) = 0)'
+$$;
+
+-- Returns the condition that the options of a queue q and of its subscriber s allow
+-- ordinary deliveries.
+create or replace function pgque._ordinary_sql() returns text
+language sql immutable as $$
+  select 'q.queue_throughput_limit = 0 and not q.queue_keyed and not q.queue_expiring'
+    ' and not s.sub_keyed and not s.sub_offsets'
+$$;
+
+-- _poll_0 and _poll_1: begin a delivery.  Each reads one leaf of the journal.
+--   * idle: nothing can be delivered
+--   * locked: the consumer is locked, and an ordinary delivery may follow
+--   * sub, queue, attempts, lease: the consumer, and what its delivery needs to know
+--   * looked: when it read which messages of the retry queue are due
+-- All is null if the call fits no consumer, or the other leaf is written.
+do $leaves$
+begin
+  for n in 0..1 loop
+    execute pg_catalog.format(
+      $template$
+      create or replace function pgque._poll_%1$s(
+        p_queue text, p_consumer text, p_worker text, p_caller name,
+        out idle boolean, out locked boolean, out sub int, out queue int, out attempts int, out lease interval,
+        out looked timestamptz
+      )
+      language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
+      declare
+        v_now  timestamptz := pgque.clock();
+      begin
+        looked := v_now;
+        select l.quiet and l.read, h.sub_id is not null, l.sub_id, l.queue_id, l.queue_max_receive_attempts, l.queue_visibility_timeout
+        into idle, locked, sub, queue, attempts, lease
+        from (
+          select s.sub_id, s.sub_role, q.queue_id, q.queue_max_receive_attempts, q.queue_visibility_timeout, %4$s as ordinary,
+            %3$s and (
+              select r.ev_owner from pgque.retry_queue r
+              where r.ev_owner = s.sub_id and r.ev_retry_after >= pgque._due_from(p.pos_due, v_now) and r.ev_retry_after <= v_now
+              limit 1) is null as quiet,
+            -- The sequence has the newest tick (see _store_tick).  So a poll reads no table of ticks.
+            p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
+          from pgque.queue q,
+            pgque._named(q.queue_id, p_consumer) s,
+            lateral (%2$s) p
+          where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
+            and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
+            and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id))
+          offset 0
+        ) l
+        left join lateral (
+          -- After a wait for the lock, the conditions hold for the row as it is then.
+          select s.sub_id from pgque.subscriber s
+          where l.quiet and l.ordinary and l.read is not true
+            and s.sub_id = l.sub_id and s.sub_role = l.sub_role and not s.sub_keyed and not s.sub_offsets
+          for no key update
+        ) h on true;
+      end
+      $body$
+      $template$, n, pgque._newest_sql(n, 's.sub_id'), pgque._quiet_sql(), pgque._ordinary_sql());
+  end loop;
+end
+$leaves$;
+
+-- Creates the two functions for the ordinary deliveries of a queue, one for each leaf of
+-- the journal.  The caller has the subscriber's lock, and passes what _poll_L returned.
+-- They return nothing, and change nothing, if the delivery is not ordinary or its window
+-- is empty.
+--
+-- As in _xids(), a window has the transactions from lo to hi, and each one that ran at
+-- its first tick and is visible in its last one.  The window ends as in _open_window():
+-- at the furthest of the next 100 ticks up to the number of events asked for, at least
+-- at the next one.  One message more than asked for is read, to know whether the window
+-- has more.
+create or replace function pgque._create_ordinary(p_queue_id int) returns void
+language plpgsql as $function$
+declare
+  v_events  text;
+  v_ticks   text;
+  v_more    text :=
+    ', p.pos_seq, p.pos_high, p.pos_skipped, p.pos_prune, p.pos_paid, p.pos_last_batch, p.pos_next_tick, p.pos_next_snapshot, p.pos_next_event_seq,'
+    ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_snapshot else p.pos_snapshot end as snapshot,'
+    ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_event_seq else p.pos_event_seq end as event_seq,'
+    ' case when p.pos_fresh > 0 then p.pos_last_id else p.pos_done_id end as done_id,'
+    -- A worker that has a message for the last time receives nothing besides (_is_suspect).
+    ' (select r.ev_owner from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_worker = p_worker and r.ev_batch is not null'
+    ' and r.ev_receives > coalesce(r.ev_retry, 0) + 1 and r.ev_receives >= p_attempts and r.ev_retry_after + ''0'' > v_now limit 1) is not null as alone';
+begin
+  select pg_catalog.string_agg(pg_catalog.format(
+      'select e.*'
+      ' from pgque.event_%s_%s e where e.ev_txid >= x.lo and e.ev_txid < x.hi and pg_catalog.pg_visible_in_snapshot(e.ev_txid, w.next_snapshot)'
+      ' and (e.ev_owner is null or e.ev_owner = p_sub) and e.ev_id > coalesce(w.done_id, 0)', p_queue_id, n), ' union all ' order by n),
+    pg_catalog.string_agg(pg_catalog.format('select tick_id, tick_snapshot, tick_event_seq from pgque.tick_%s_%s', p_queue_id, n), ' union all ' order by n)
+  into v_events, v_ticks
+  from pg_catalog.generate_series(0, 2) n;
+  for n in 0..1 loop
+    perform pgque._compile(pg_catalog.format(
+      $template$
+      create or replace function pgque._ordinary_%1$s_%2$s(
+        p_sub int, p_max bigint, p_bytes bigint, p_worker text, p_lease interval, p_attempts int, p_queue text, p_looked timestamptz
+      ) returns setof pgque.delivery
+      language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
+      declare
+        v_now    timestamptz := pgque.clock();
+        v_until  timestamptz := case when p_worker is null then 'infinity' else v_now + p_lease end;
+        v_span   bigint := case when p_worker is null then p_max else greatest(p_max, 1000) end;
+      begin
+        return query
+        with w as materialized (
+          select p.pos_seq, p.pos_high, p.pos_skipped, p.pos_prune, p.pos_lapse, p.pos_paid, p.pos_due, p.open, p.tick, p.snapshot, p.event_seq, p.done_id,
+            case when p.fresh then n.tick_id else p.pos_next_tick end as next_tick,
+            case when p.fresh then n.tick_snapshot else p.pos_next_snapshot end as next_snapshot,
+            case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end as next_event_seq,
+            -- as in _new_batch_id()
+            (greatest((p.pos_last_batch >> 20) + 1, ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20) | (p_sub & 1048575) as token
+          from (%3$s) p
+          left join lateral (
+            select t.tick_id, t.tick_snapshot, t.tick_event_seq
+            -- With a condition in each of the three parts, all ticks would be sorted.
+            from (select t.* from (%4$s) t where t.tick_id > p.tick order by t.tick_id limit 100) t
+            order by t.tick_event_seq <= p.event_seq + v_span desc, case when t.tick_event_seq <= p.event_seq + v_span then - t.tick_id else t.tick_id end
+            limit 1
+          ) n on p.fresh
+          where not p.alone and %5$s
+            -- A consumer that was moved back may find an event and its retry in one window.
+            and (p.tick < p.pos_high) is not true
+            and (pg_catalog.cardinality(p.open) >= p.pos_prune) is not true
+            and case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end - p.event_seq <= greatest(10 * p_max, 500)   -- as in _is_big()
+        ),
+        m as materialized (
+          select e.ev_id, e.ev_key, e.ev_expires, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_type, e.ev_retry, e.ev_time,
+            e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_error
+          from w, lateral (
+            select pg_catalog.pg_snapshot_xmax(w.snapshot), pg_catalog.pg_snapshot_xmax(w.next_snapshot)
+            union all
+            select x.xid, (x.xid::text::bigint + 1)::text::xid8
+            from pg_catalog.pg_snapshot_xip(w.snapshot) x (xid)
+            where pg_catalog.pg_visible_in_snapshot(x.xid, w.next_snapshot)
+          ) x (lo, hi), lateral (%6$s offset 0) e
+          order by e.ev_id
+          limit p_max + 1
+        ),
+        d as (
+          insert into pgque.position_%2$s (
+            pos_sub, pos_seq, pos_time, pos_tick, pos_snapshot, pos_event_seq, pos_next_tick, pos_next_snapshot, pos_next_event_seq, pos_done_id,
+            pos_last_id, pos_batch, pos_last_batch, pos_done_count, pos_high, pos_skipped, pos_worker, pos_until, pos_fresh, pos_shelf,
+            pos_open, pos_prune, pos_lapse, pos_paid, pos_due)
+          select p_sub, w.pos_seq + 1, v_now, w.tick, w.snapshot, w.event_seq, w.next_tick, w.next_snapshot, w.next_event_seq, w.done_id,
+            c.last_id, w.token, w.token, least(c.n, p_max), w.pos_high, w.pos_skipped, p_worker, v_until, 1, 0,
+            w.open || w.token, coalesce(w.pos_prune, 64),
+            case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid,
+            pgque._looked(w.pos_due, p_looked)
+          from (
+            select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id))[p_max] end as last_id,
+              count(*) filter (where m.ev_key is not null or m.ev_expires is not null) as optional,
+              sum(pgque._size(m.ev_data, m.ev_bytes, m.ev_headers)) filter (where p_bytes is not null) as bytes
+            from m
+          ) c, w
+          -- The first messages with a key or a ttl may not be noted in the queue's row yet.
+          where c.n > 0 and c.optional = 0 and (c.bytes > p_bytes) is not true
+          returning pos_batch, pos_last_id
+        )
+        -- As above, m is read in its order: there is one row of d, and no other way to join it.
+        select m.ev_id, d.pos_batch, m.ev_type, m.ev_data, coalesce(m.ev_retry, 0), m.ev_time, m.ev_extra1, m.ev_extra2, m.ev_extra3, m.ev_extra4,
+          m.ev_headers, m.ev_key, m.ev_bytes, coalesce(m.ev_retry, 0) + 1, m.ev_error, m.ev_expires, p_queue
+        from d, m
+        where (m.ev_id > d.pos_last_id) is not true;
+      end
+      $body$
+      $template$, p_queue_id, n, pgque._newest_sql(n, 'p_sub', v_more), v_ticks, pgque._quiet_sql(), v_events));
+  end loop;
+end
+$function$;
+
+-- _done_0 and _done_1: acknowledge a batch that was delivered from the log, in one
+-- statement.  Each uses one leaf of the journal.  Returns false, and changes nothing, if
+-- the batch is not there, was moved to the retry queue, or is closed.  The caller has the
+-- batch's lock.
+do $leaves$
+begin
+  for n in 0..1 loop
+    execute pg_catalog.format(
+      $template$
+      create or replace function pgque._done_%1$s(p_batch bigint, p_sub int) returns boolean
+      language plpgsql as $body$
+      begin
+        insert into pgque.settled_%1$s (set_batch, set_what)
+        select p_batch, 'closed'
+        from pgque.position_%1$s p
+        where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.pos_fresh > 0 and p.pos_shelf = 0
+          and (select j.journal_cur from pgque.journal j where j.journal_id = 1) = %1$s
+          and (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p_batch and z.set_ev_id = 0 and z.set_what = 'moved') is null
+        limit 1
+        on conflict do nothing;
+        return found;
+      end
+      $body$
+      $template$, n);
+  end loop;
+end
+$leaves$;
+-- ---------------------------------------------------------------------------
+-- receive: deliveries
+-- ---------------------------------------------------------------------------
+
+create or replace function pgque.receive(
+  queue_name text, consumer_name text, max_return int default 100, worker text default null,
+  visibility_timeout interval default null, ack_batch bigint default null, max_bytes bigint default null,
+  caller pgque.caller default current_user
+) returns setof pgque.delivery
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
+declare
+  v_turn    record;
+  v_sub     pgque.subscriber;
+  v_queue   pgque.queue;
+  v_pos     pgque.position;
+  v_token   bigint;
+  v_room    bigint;
+  v_sifted  record;
+  v_rows    text;
+  v_row     pgque.delivery;
+  v_limit   bigint;
+  v_last    bigint;
+  v_count   bigint := 0;
+  v_bytes   bigint := 0;
+  v_passed  bigint := 0;   -- messages that may not be delivered now
+  v_tried   boolean := false;
+  v_leaf    int;
+  v_poll    record;
+  v_known   int;   -- the consumer, if a poll has found it
+begin
+  if $7 < 1 then
+    perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
+      'Pass the number of bytes that fit into your memory, such as 64000000, or null.');
+  end if;
+  if $6 is not null then
+    perform pgque._ack(pgque._batch_for(caller, $6));
+  end if;
+  if $3 >= 1 and ($4 is null or octet_length($4) between 1 and 1000) and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
+    and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') and current_setting('transaction_read_only') = 'off'
+    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
+  then
+    v_leaf := coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0);
+    if v_leaf = 0 then
+      v_poll := pgque._poll_0($1, $2, $4, caller);
+    else
+      v_poll := pgque._poll_1($1, $2, $4, caller);
+    end if;
+    if v_poll.idle then
+      return;
+    elsif v_poll.locked and $3 <= 1000 then
+      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || v_leaf || '($1, $2, $3, $4, $5, $6, $7, $8)'
+      using v_poll.sub, $3::bigint, $7, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1, v_poll.looked;
+      if found then
+        return;
+      end if;
+    end if;
+    v_known := v_poll.sub;
+  end if;
+  v_turn := pgque._turn($1, $2, $3, $4, $5, caller, v_known);
+  v_sub := v_turn.sub;
+  if v_sub.sub_id is null then
+    return;
+  end if;
+  v_queue := v_turn.queue;
+  v_pos := v_turn.pos;
+  v_room := v_turn.room;
+  v_token := pgque._new_batch_id(v_pos);
+  if v_turn.open is not null then
+    return query select * from pgque._again(v_sub, v_queue, v_turn.open);
+    if found then
+      return;
+    end if;
+    -- Every message of the batch has its outcome: it is finished.
+    v_pos := pgque._done_with(v_sub, v_pos, v_turn.open);
+  end if;
+
+  if v_turn.due and v_room > 0 then
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7, lower(v_pos.pos_due));
+    if v_pos.pos_shelf is null then
+      v_pos.pos_shelf := 0;
+      v_room := 0;
+    elsif v_pos.pos_shelf > 0 then
+      return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
+      v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- the window was opened for nothing
+    end if;
+  end if;
+
+  -- An empty answer means that no message can be delivered: the call passes any number of
+  -- messages whose key is busy, and of purged and expired ones.  A statement_timeout, or a
+  -- client that gives the call up, would take that back, and the next call could not get
+  -- further: so half of the timeout is the limit, and 10 seconds.
+  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 loop
+    exit when v_tried and clock_timestamp() > statement_timestamp() + least(nullif(current_setting('statement_timeout')::interval, '0') / 2, '10 seconds');
+    v_tried := true;
+    if v_pos.pos_next_tick is null then
+      v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
+      exit when v_pos.pos_next_tick is null;
+    end if;
+    v_pos.pos_last_id := null;
+    if v_sub.sub_keyed or pgque._has_keys_or_ttl(v_queue.queue_id) then
+      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
+      v_pos := v_sifted.pos;
+      v_passed := v_passed + v_pos.pos_done_count;
+      if v_sifted.rows is not null then
+        return query execute v_sifted.rows using v_token, v_queue.queue_name, v_sifted.ids;
+        get diagnostics v_count = row_count;
+      end if;
+    else
+      if v_room <= 1000 and not pgque._is_big(v_pos, v_room) and (v_pos.pos_tick < v_pos.pos_high) is not true then
+        -- A small window is read directly, by functions whose plans the session keeps.
+        v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($3, $4, $5, $6, $7, $1, 1, $2)';
+      else
+        v_rows := pgque._delivery_sql(pgque._slice_sql(v_sub, v_pos, '', v_room)) || ' limit $7';
+      end if;
+      -- A loop costs more for each row, but it finds out whether there is one message
+      -- more than fits.
+      v_limit := v_room + ($7 is not null or v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
+      if v_limit > v_room then
+        for v_row in
+          execute v_rows
+          using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit
+        loop
+          v_bytes := v_bytes + case when $7 is not null then pgque._size(v_row.payload, v_row.payload_bytes, v_row.headers) else 0 end;
+          if v_count = v_room or v_bytes > $7 and v_count > 0 then
+            v_pos.pos_last_id := v_last;
+            exit;
+          end if;
+          v_count := v_count + 1;
+          v_last := v_row.msg_id;
+          return next v_row;
+        end loop;
+      else
+        return query execute v_rows
+        using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit;
+        get diagnostics v_count = row_count;
+        v_pos.pos_last_id := case when v_count = v_room then pgque._last_of(pgque._slice_sql(v_sub, v_pos, '', v_room), v_room) end;
+      end if;
+      v_pos.pos_done_count := v_count;
+    end if;
+    v_pos.pos_fresh := 1;
+    if v_count = 0 then
+      v_pos := pgque._next_from(v_pos);
+    end if;
+  end loop;
+  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed is true
+    or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
+end
+$$;
+comment on function pgque.receive(text, text, int, text, interval, bigint, bigint, pgque.caller) is
+  'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
+  'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
+  'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
+  'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
+  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. Their last attempt is alone in its worker: '
+  'the worker receives it when it holds nothing else, and nothing besides. ack_batch: a batch that '
+  'is acknowledged first, in the same transaction. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with '
+  'at least one message. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
+  'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
+  'invalid worker name; PQ005 max_return or max_bytes is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
+  'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
+  'that is not READ COMMITTED.';
+
+-- Returns how many bytes a message adds to a batch.
+create or replace function pgque._size(p_data text, p_bytes bytea, p_headers jsonb) returns bigint
+language sql stable as $$
+  select coalesce(pg_catalog.octet_length(p_data), 0)::bigint + coalesce(pg_catalog.octet_length(p_bytes), 0) + coalesce(pg_catalog.pg_column_size(p_headers), 0)
+$$;
+
+-- Begins a delivery: returns if there is nothing to do (sub is null then), and locks the
+-- consumer.
+--   * pos: where the delivery begins, with its next window if that is known
+--   * open: an open batch, which is redelivered
+--   * due: whether messages may be due in the retry queue
+--   * room: how many messages it may deliver
+--   * span: how many messages a window shall have
+--   * until: when the lease ends
+--   * changed: whether pos must be stored in any case
+--
+-- p_sub: the consumer, if a poll has found it and that there may be something to do.
+create or replace function pgque._turn(
+  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name, p_sub int,
+  out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
+  out room bigint, out span bigint, out until timestamptz, out changed boolean
+)
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_now    timestamptz;
+  v_found  record;
+begin
+  if p_sub is not null then
+    select s.* into sub from pgque.subscriber s
+    where s.sub_id = p_sub and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
+    for no key update;
+  end if;
+  while sub.sub_id is null loop
+    perform pgque._need_max_return(p_max, p_queue);
+    sub := (pgque._find(p_queue, p_consumer, p_caller)).sub;
+    if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
+      or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
+    then
+      sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
+    end if;
+    -- A poll that finds nothing takes no lock, writes nothing and needs no
+    -- transaction id.
+    if pgque._is_idle(sub, p_max, p_worker) then
+      sub := null;
+      return;
+    end if;
+    -- The consumer may become a pool after this call began.
+    if pgque._lock_subscriber(sub.sub_id) <> sub.sub_role then
+      sub := null;
+    end if;
+  end loop;
+  v_now := pgque.clock();
+  span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
+  leaf := pgque._journal_leaf();
+  pos := pgque._position(sub.sub_id, leaf);
+  open := pgque._open_batch_of(sub, pos, p_worker, leaf);
+  select q as queue, (
+      select r.ev_retry_after
+      from pgque.retry_queue r
+      where r.ev_owner = sub.sub_id and r.ev_retry_after >= pgque._due_from(pos.pos_due, v_now) and r.ev_retry_after <= v_now
+      order by r.ev_retry_after
+      limit 1) as due,
+    sub.sub_role = 'pool' and exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
+  into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
+  queue := v_found.queue;
+  due := v_found.due is not null;
+  pos.pos_due := pgque._looked(pos.pos_due, v_now, v_found.due);
+  if sub.sub_role = 'coop_main' then
+    perform pgque._touch(pgque._worker(sub, p_worker));
+  end if;
+  room := case when v_found.alone then 0 else p_max end;
+  until := case when sub.sub_role = 'pool' then v_now + coalesce(p_timeout, queue.queue_visibility_timeout) else 'infinity' end;
+  if open is not null then
+    return;
+  end if;
+  pos := pgque._next_from(pos);
+  changed := (v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune) is true;
+  if changed then
+    pos := pgque._reap(sub, pos, v_now);
+    due := true;
+  end if;
+  if queue.queue_throughput_limit > 0 and sub.sub_role = 'pool' then
+    pos.pos_paid := pgque._paid_since(pos.pos_paid, v_now);
+    room := least(room, pg_catalog.floor(extract(epoch from v_now - pos.pos_paid) * queue.queue_throughput_limit + 0.000001)::bigint);
+  end if;
+end
+$$;
+
+-- Returns whether a consumer has nothing to receive, by what this call's snapshot shows.
+create or replace function pgque._is_idle(p_sub pgque.subscriber, p_max bigint, p_worker text) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_pos  pgque.position := pgque._position(p_sub.sub_id);
+  v_now  timestamptz := pgque.clock();
+begin
+  if pgque._open_batch_of(p_sub, v_pos, p_worker, pgque._journal_leaf()) is not null then
+    return false;
+  end if;
+  v_pos := pgque._next_from(v_pos);
+  if v_pos.pos_next_tick is not null or v_now >= v_pos.pos_lapse
+    or exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= pgque._due_from(v_pos.pos_due, v_now) and r.ev_retry_after <= v_now)
+  then
+    return false;
+  end if;
+  -- The sequence has the newest tick (see _store_tick), so that most polls read no table of
+  -- ticks.  An old snapshot may not show this tick.
+  return exists (
+      select from pgque.queue q
+      where q.queue_id = p_sub.sub_queue and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
+    or pgque._old_snapshot() and (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
+end
+$$;
+
+-- Returns whether a message of a window that is open may have a key or a ttl: then its
+-- transaction, or an earlier one, has noted that.
+create or replace function pgque._has_keys_or_ttl(p_queue_id int) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return exists (select from pgque.queue q where q.queue_id = p_queue_id and (q.queue_keyed or q.queue_expiring))
+    or exists (select from pgque.queue_option o where o.opt_queue = p_queue_id and o.opt_name in ('key', 'ttl'));
+end
+$$;
+
+create or replace function pgque._need_max_return(p_max bigint, p_queue text) returns void
+language plpgsql as $$
+begin
+  if (p_max >= 1) is not true then
+    perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'Pass the highest number of messages to return, such as 100.');
+  end if;
+end
+$$;
+
+-- Handles a call that does not fit the consumer's role or its arguments.  It raises an
+-- error, or turns a consumer that was never used into a pool.
+create or replace function pgque._refuse_or_share(
+  p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_queue text, p_consumer text
+) returns pgque.subscriber
+language plpgsql as $$
+begin
+  perform pgque._need_max_return(p_max, p_queue);
+  if p_sub.sub_role = 'coop_main' and p_worker is not null then
+    perform pgque._worker(p_sub, p_worker);
+  elsif p_worker is null then
+    perform pgque._need_alone(p_sub, p_queue, p_consumer);
+  else
+    perform pgque._need_read_committed('receive() for a worker');
+    if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 then
+      perform pgque._fail('PQ004', pg_catalog.format('invalid worker name for queue %I', p_queue),
+        'A worker name has 1 to 1000 bytes; any character is allowed.');
+    elsif p_timeout <= '0' or p_timeout > '100 years' then
+      perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
+        'Pass the time until others may get the messages of the worker, such as ''5 minutes''.');
+    end if;
+    -- A consumer that has received a batch on its own stays as it is: the process that
+    -- reads it could not continue.
+    if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
+      perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
+        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader and turn it into a pool of workers: select pgque.share_consumer(%L, %L);',
+          p_queue, pgque._subscriber_name(p_sub)));
+    end if;
+    update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
+    return (select s from pgque.subscriber s where s.sub_id = p_sub.sub_id);
+  end if;
+  if p_timeout is not null then
+    perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout is for workers, not for consumer %I of queue %I', p_consumer, p_queue),
+      'Pass worker => name too. A consumer without workers keeps its batch until it finishes it.');
+  end if;
+  return p_sub;
+end
+$$;
+
+-- Delivers an open batch again, without the messages that have an outcome.  All other
+-- messages are delivered, whatever max_return is now, since ack() finishes the whole
+-- batch.
+create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_state  record;
+begin
+  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' then
+    return query execute pgque._delivery_sql(pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_state.lease))) using p_batch, p_queue.queue_name;
+  else
+    return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
+  end if;
+end
+$$;
+
+-- Finishes a batch with no message left, and returns the position.
+create or replace function pgque._done_with(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
+language plpgsql as $$
+begin
+  perform pgque._record(p_batch, 'closed');
+  p_pos := pgque._next_from(p_pos);
+  p_pos.pos_open := pg_catalog.array_remove(p_pos.pos_open, p_batch);
+  return p_pos;
+end
+$$;
+
+-- Returns the query of an open batch, as columns of pgque.event: its messages from the
+-- log that have no outcome, or those in the retry queue under its id.
+create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_batch bigint) returns text
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_state  record;
+begin
+  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' then
+    return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_state.lease));
+  end if;
+  return pg_catalog.format(
+    'select null::int as slot, null::int as ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, r.ev_type, r.ev_data, r.ev_extra1, r.ev_extra2, r.ev_extra3,'
+    ' r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_expires, r.ev_error from pgque.retry_queue r where r.ev_owner = %s and r.ev_batch = %s',
+    p_sub.sub_id, p_batch);
+end
+$$;
+
+-- Returns a query for rows of pgque.event as they are delivered, in the batch $1 of the
+-- queue named $2.
+create or replace function pgque._delivery_sql(p_rows text, p_where text default '') returns text
+language sql immutable as $$
+  select 'select e.ev_id, $1, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+    ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
+    ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $2 from (' || p_rows || ') e' || p_where || ' order by e.ev_id'
+$$;
+
+-- Returns the id of the p_n-th row of a slice, if there are more than that.  Counting
+-- first costs a third of sorting for nothing.
+create or replace function pgque._last_of(p_rows text, p_n bigint) returns bigint
+language plpgsql as $$
+declare
+  v_more  boolean;
+  v_id    bigint;
+begin
+  execute pg_catalog.format('select count(*) > %s from (select from (%s) e limit %s) e', p_n, p_rows, p_n + 1) into v_more;
+  if v_more then
+    execute pg_catalog.format('select e.ev_id from (%s) e order by e.ev_id offset %s limit 1', p_rows, p_n - 1) into v_id;
+  end if;
+  return v_id;
+end
+$$;
+
+-- Stores a delivery of p_count messages from the log, or the position up to which there
+-- was nothing to deliver.
+create or replace function pgque._delivered(
+  p_sub pgque.subscriber, p_queue pgque.queue, p_pos pgque.position, p_leaf int, p_count bigint, p_token bigint, p_worker text, p_until timestamptz, p_changed boolean
+) returns void
+language plpgsql as $$
+begin
+  if p_count + p_pos.pos_shelf = 0 then
+    if not p_changed then
+      return;
+    end if;
+    p_pos.pos_batch := null;
+    p_pos.pos_fresh := 0;
+    if p_sub.sub_role = 'normal' then
+      p_pos.pos_open := '{}';
+    end if;
+  else
+    p_pos.pos_batch := p_token;
+    p_pos.pos_last_batch := p_token;
+    p_pos.pos_worker := p_worker;
+    p_pos.pos_until := p_until;
+    p_pos.pos_fresh := (p_count > 0)::int;
+    p_pos.pos_prune := coalesce(p_pos.pos_prune, 64);
+    if p_sub.sub_role = 'normal' then
+      p_pos.pos_open := array[p_token];
+    elsif p_count > 0 or p_sub.sub_role = 'coop_main' then
+      p_pos.pos_open := coalesce(p_pos.pos_open, '{}') || p_token;
+      p_pos.pos_lapse := least(p_pos.pos_lapse, p_pos.pos_until);
+    end if;
+    if p_queue.queue_throughput_limit > 0 then
+      p_pos.pos_paid := p_pos.pos_paid + (p_count + p_pos.pos_shelf) * interval '1 second' / p_queue.queue_throughput_limit;
+    end if;
+    if p_sub.sub_offsets then
+      update pgque.subscriber s set sub_offsets = false where s.sub_id = p_sub.sub_id;
+    end if;
+  end if;
+  perform pgque._append_position(p_pos, p_leaf);
+end
+$$;
+
+-- Returns the messages of a batch that are in the retry queue.
+create or replace function pgque._waiting_of(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return query
+    select r.ev_id, p_batch, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
+      r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
+      r.ev_receives, r.ev_error, r.ev_expires, p_queue
+    from pgque.retry_queue r
+    where r.ev_owner = p_sub and r.ev_batch = p_batch
+    order by r.ev_id;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- choose: which messages of a slice, and of the retry queue, are delivered
+-- ---------------------------------------------------------------------------
+
+-- Chooses from the next messages of a window, at most p_max, for queues and consumers
+-- with keys or expiry.  A message whose key or lane is busy goes to the retry queue.
+-- Purged and expired messages are left out.  The slice ends at the last message that
+-- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
+-- is how many messages the caller has passed since it last found one to deliver: the next
+-- slice is as long.  With null the slice is the whole window, for a caller that reads the
+-- rest of it without this function.  p_bytes limits the size of the messages to deliver;
+-- there is at least one.
+create or replace function pgque._sift(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint, p_bytes bigint default null,
+  out pos pgque.position, out ids bigint[], out rows text
+)
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  -- Each key takes a lock.  Messages that are not delivered are checked quickly.
+  v_look   bigint := case
+    when p_passed is not null then greatest(case when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end, least(p_passed / 4, 20000))
+  end;
+  v_rows   pgque.event[];
+  v_more   boolean;
+  v_busy   bigint[] := '{}';
+  v_gone   bigint[] := '{}';
+  v_claim  record;
+  v_out    text[];
+  v_found  record;
+  v_fit    bigint;
+begin
+  pos := p_pos;
+  pos.pos_done_count := 0;
+  execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
+    pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
+    pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
+    v_look + 1)
+  into v_rows using p_sub;
+  if v_rows is null then
+    return;
+  end if;
+  v_more := pg_catalog.cardinality(v_rows) > v_look;
+  if v_more then
+    v_rows := v_rows[:v_look];
+  end if;
+  if pgque._keyed(p_queue) then
+    v_claim := pgque._claim(p_queue, v_rows);
+    v_rows := v_claim.rows;
+    v_busy := v_claim.busy;
+    v_gone := v_claim.gone;
+  end if;
+  if p_sub.sub_keyed then
+    v_out := pgque._lanes_out(p_sub);
+  end if;
+  loop
+    with looked as materialized (
+      select e.ev_id, e.ev_extra1 as lane,
+        case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
+      from pg_catalog.unnest(v_rows) e
+    ),
+    busy_lane as materialized (
+      select l.lane
+      from looked l
+      where l.what = 'good' and l.lane is not null
+      group by 1
+      having l.lane in (select pg_catalog.unnest((select v_out))) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+    ),
+    judged as (
+      select l.ev_id, l.lane,
+        case
+          when l.what <> 'good' or l.lane is null then l.what
+          when l.lane in (select b.lane from busy_lane b)
+            or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
+          else 'good'
+        end as what
+      from looked l
+    ),
+    counted as (
+      select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
+    )
+    select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what in ('good', 'expired')) as sealed,
+      count(*) filter (where c.what = 'expired') as expired,
+      array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
+      max(c.ev_id) as last, count(*) as looked
+    into v_found
+    from counted c
+    -- Messages after the last one stay in the window.
+    where c.n < p_max or c.n = p_max and c.what = 'good';
+    exit when p_bytes is null or pg_catalog.cardinality(v_found.good) > 1 is not true;
+    pos.pos_last_id := v_found.last;
+    execute pg_catalog.format(
+      'select count(*) from (select sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by e.ev_id) as bytes from (%s) e) s where s.bytes <= $2',
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($1, e.ev_id)')))
+    into v_fit using v_found.good, p_bytes;
+    exit when v_fit = pg_catalog.cardinality(v_found.good);
+    p_max := greatest(v_fit, 1);
+    p_bytes := null;
+  end loop;
+  pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
+  pos.pos_done_count := v_found.looked;
+  pos.pos_keys := v_found.lanes;
+  ids := v_found.good;
+  if v_found.aside is not null then
+    execute pg_catalog.format(
+      'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($3, e.ev_id)')))
+    using p_sub, v_now, v_found.aside;
+  end if;
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', v_found.expired);
+  if pgque._keyed(p_queue) then
+    -- Expired messages too: an older snapshot may not show that a body was replaced.
+    perform pgque._seal(p_queue.queue_id, array(
+      select r from pg_catalog.unnest(v_rows) r
+      where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _among()
+  end if;
+  if v_found.skip is not null and (ids is not null or p_passed is null) then
+    perform pgque._record(p_token, 'outcome', v_found.skip);
+  end if;
+  if ids is not null then
+    rows := pgque._delivery_sql(pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos)), ' where ($3)[pg_catalog.width_bucket(e.ev_id, $3)] = e.ev_id');
+  end if;
+end
+$$;
+
+-- Returns a row of the retry queue without the columns that may be large.
+create or replace function pgque._slim_waiting(p_row pgque.retry_queue) returns pgque.retry_queue
+language sql immutable as $$
+  select row(p_row.ev_retry_after, p_row.ev_queue, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_owner, p_row.ev_retry,
+    null, null, null, null, null, null, null, p_row.ev_key, null, p_row.ev_expires, null,
+    p_row.ev_receives, p_row.ev_batch, p_row.ev_worker, p_row.ev_lane)::pgque.retry_queue
+$$;
+
+-- Returns an event as a row of the retry queue for a subscriber.
+create or replace function pgque._waiting(
+  p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
+) returns pgque.retry_queue
+language sql volatile as $$
+  select row(p_due, p_sub.sub_queue, p_event.ev_id, p_event.ev_time, p_event.ev_txid, coalesce(p_sub.sub_main, p_sub.sub_id), p_event.ev_retry,
+    p_event.ev_type, p_event.ev_data, p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
+    p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires, p_event.ev_error,
+    p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
+$$;
+
+-- Returns how many messages with an expired lease are delivered together: fewer each
+-- time, and on the last attempt each one alone.  With 5 attempts and 100 messages these
+-- are 100, 22, 5, 1.  So a message that kills its worker is alone at last.  A message
+-- that was requeued while it was leased counts from zero.
+--
+-- A worker that dies takes all that it holds with it.  So a message of which a delivery
+-- was lost gets its last attempt alone in its worker: the worker holds nothing else, and
+-- receives nothing until it is done (see _turn).  Otherwise messages that were delivered
+-- beside poison would use up their attempts with it.
+create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
+language sql immutable as $$
+  select case
+    when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
+    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
+  end
+$$;
+
+-- Returns whether a message that is due has its last attempt before it, and a delivery of
+-- it was lost.  A delivery that ends with a nack adds one to both numbers.
+create or replace function pgque._is_suspect(p_receives int, p_retry int, p_attempts int) returns boolean
+language sql immutable as $$ select p_receives = p_attempts - 1 and p_receives > coalesce(p_retry, 0) $$;
+
+-- Returns whether a worker of a pool holds messages.
+create or replace function pgque._holds(p_sub pgque.subscriber, p_worker text, p_now timestamptz) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_worker = p_worker and r.ev_retry_after > p_now)
+    or exists (select from pgque._held(p_sub.sub_id) h where (h.lease).pos_worker = p_worker and h.until > p_now);
+end
+$$;
+
+-- Locks messages of a consumer in the retry queue that are due, without those in p_but.
+-- p_receives null: any of them; -1: those without an expired lease; else those with an
+-- expired lease and p_receives deliveries.  None is due before p_from.
+create or replace function pgque._due(p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int, p_from timestamptz default '-infinity')
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  if p_sub.sub_keyed then
+    return array(
+      select r from pg_catalog.unnest(pgque._heads_of_lanes(p_sub, p_max, p_now, p_but, p_from)) r
+      where p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end);
+  end if;
+  return array(
+    select pgque._slim_waiting(r)
+    from (
+      select r.* from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now
+        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+        and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
+      order by r.ev_retry_after, r.ev_id
+      limit p_max
+      for update skip locked
+    ) r);
+end
+$$;
+
+-- Leases messages in the retry queue that are due, and returns their number.  Messages
+-- that expired, or whose attempts are used up, are removed instead.  A message with an
+-- expired lease may be poison: other messages are not delivered with it.  Returns null
+-- if the worker has to finish what it holds first.  It waits for a visibility timeout at
+-- most, since a name that many processes share may always hold something.  No message is
+-- due before p_from.
+create or replace function pgque._take_waiting(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz, p_bytes bigint default null,
+  p_from timestamptz default '-infinity'
+) returns int
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_now       timestamptz := pgque.clock();
+  v_attempts  int := case when p_sub.sub_role = 'pool' then p_queue.queue_max_receive_attempts else 2147483647 end;
+  v_rows      pgque.retry_queue[];
+  v_doomed    pgque.retry_queue[];
+  v_good      pgque.retry_queue[];
+  v_ids       bigint[];
+  v_busy      bigint[] := '{}';
+  v_lapsed    boolean;
+  v_piece     bigint;
+  v_look      bigint;
+begin
+  for v_try in 0..99 loop
+    -- The first message decides how many are delivered together.  The others stay
+    -- unlocked, since their holder may be about to acknowledge them.
+    v_rows := pgque._due(p_sub, 1, v_now, v_busy, null, p_from);
+    exit when pg_catalog.cardinality(v_rows) = 0;
+    v_lapsed := v_rows[1].ev_batch is not null;
+    if p_sub.sub_role = 'pool' and pgque._is_suspect(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
+      if v_rows[1].ev_retry_after > v_now - p_queue.queue_visibility_timeout and pgque._holds(p_sub, p_worker, v_now) then
+        return null;
+      end if;
+      p_max := 1;
+    end if;
+    v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
+    -- Messages that are not to be delivered are removed many at a time.  After a try in
+    -- which all messages were being replaced, twice as many are read.
+    v_look := greatest(v_piece, least(1 << least(v_try, 10), 1000));
+    if v_rows[1].ev_receives >= v_attempts or v_rows[1].ev_expires <= v_now then
+      v_look := greatest(v_look, 1000);
+    end if;
+    if v_look > 1 then
+      v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end, p_from);
+      if p_max > 1 then
+        v_rows := array(
+          select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts) or r.ev_expires <= v_now);
+      end if;
+    end if;
+    v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
+    v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
+    -- No more of the others than are delivered, since a seal fixes their bodies.
+    v_good := v_good || pgque._weed(p_queue, p_sub,
+      array(select r from pg_catalog.unnest(v_rows) r where (r.ev_receives >= v_attempts or r.ev_expires <= v_now) is not true), v_now,
+      v_piece - pg_catalog.cardinality(v_good));
+    -- If none can be delivered, all were removed, or are just being replaced: of those,
+    -- no more than some thousands are read.
+    v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
+    v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
+    if p_bytes is not null then
+      v_ids := array(
+        select s.id
+        from (
+          select i.id, i.n, sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by i.n) as bytes
+          from pg_catalog.unnest(v_ids) with ordinality i (id, n)
+          cross join lateral (select e.* from pgque.retry_queue e where e.ev_owner + 0 = p_sub.sub_id and e.ev_id = i.id offset 0) e
+        ) s
+        where s.n = 1 or s.bytes <= p_bytes
+        order by s.n);
+    end if;
+    if pg_catalog.cardinality(v_ids) > 0 then
+      -- One index lookup for each message, whatever number of rows the planner expects.
+      with found as materialized (
+        select f.ctid
+        from pg_catalog.unnest(v_ids) i (id)
+        cross join lateral (select e.ctid from pgque.retry_queue e where e.ev_owner + 0 = p_sub.sub_id and e.ev_id = i.id offset 0) f
+      )
+      update pgque.retry_queue r
+      set ev_batch = p_token, ev_worker = p_worker, ev_retry_after = p_until, ev_receives = r.ev_receives + 1
+      from found f
+      where r.ctid = f.ctid;
+      -- A message that waited for its first delivery was not delivered before.
+      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
+      from (select r.* from pg_catalog.unnest(v_good) r limit pg_catalog.cardinality(v_ids)) r
+      where r.ev_receives > 0 or r.ev_retry > 0;
+      return pg_catalog.cardinality(v_ids);
+    end if;
+    exit when v_try >= 15 and pg_catalog.cardinality(v_doomed) = 0;
+  end loop;
+  return 0;
+end
+$$;
+
+-- Returns those of the given messages that may be delivered, at most p_enough.  Expired
+-- messages among them, and those whose attempts are used up, are removed.  The limit of
+-- attempts applies here, at a nack and in maint(), never while a lease lives.
+create or replace function pgque._weed(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
+)
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_row   pgque.retry_queue;
+  v_gone  pgque.retry_queue;
+  v_good  pgque.retry_queue[] := '{}';
+begin
+  foreach v_row in array p_rows loop
+    exit when pg_catalog.cardinality(v_good) >= p_enough;
+    if v_row.ev_key is not null and v_row.ev_receives = 0 then
+      v_row := pgque._claim_waiting(p_queue, v_row);
+      continue when v_row.ev_id is null;
+    end if;
+    if v_row.ev_expires <= p_now or p_sub.sub_role = 'pool' and v_row.ev_receives >= p_queue.queue_max_receive_attempts then
+      delete from pgque.retry_queue r where r.ev_owner + 0 = v_row.ev_owner and r.ev_id = v_row.ev_id returning r.* into v_gone;
+      if v_row.ev_expires <= p_now then
+        perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+      else
+        perform pgque._give_up(p_queue, p_sub, v_gone, coalesce(case when v_gone.ev_batch is null then v_gone.ev_error end, 'receive attempts used up'));
+      end if;
+    else
+      v_good := v_good || v_row;
+    end if;
+  end loop;
+  return v_good;
+end
+$$;
+
+-- Returns a row of the retry queue as the event it was.
+create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
+language sql immutable as $$
+  select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
+    p_row.ev_extra1, p_row.ev_extra2, p_row.ev_extra3, p_row.ev_extra4, p_row.ev_headers, p_row.ev_key, p_row.ev_bytes,
+    p_row.ev_expires, p_row.ev_error)::pgque.event
+$$;
+
+-- Counts messages that are removed or redelivered.
+create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
+language plpgsql as $$
+begin
+  if p_count > 0 then
+    insert into pgque.tally values (p_queue_id, p_sub, p_what, p_count, pgque._journal_leaf());
+  end if;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- outcomes: what becomes of the messages of a batch
+-- ---------------------------------------------------------------------------
+
+-- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.  Its
+-- lock is taken by a statement before all that reads its state (see _lock_batch).
+create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
+declare
+  v_found  record;
+  v_held   boolean;
+  v_sub    pgque.subscriber;
+  v_count  bigint;
+begin
+  select s.sub_id, s.sub_queue, s.sub_role, q.queue_archive_on_ack as archives into v_found
+  from pgque.subscriber s, pgque.queue q
+  where (s.sub_id & 1048575) = (p_batch & 1048575)::int and q.queue_id = s.sub_queue
+    and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
+  if not found then
+    return 0;
+  elsif not v_found.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
+    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
+  then
+    if v_found.sub_role = 'pool' then
+      -- As in _lock_batch().  An assignment runs no statement.
+      v_held := pg_advisory_xact_lock_shared(hashtext('pgque.batches'), v_found.sub_queue) is not null and pg_advisory_xact_lock(p_batch) is not null;
+    else
+      -- After a wait for the lock, the condition on the role holds for the row as it is then.
+      perform from pgque.subscriber s where s.sub_id = v_found.sub_id and s.sub_role = 'normal' for no key update;
+      v_held := found;
+    end if;
+    if v_held and (case pg_sequence_last_value('pgque.journal_leaf') when 1 then pgque._done_1(p_batch, v_found.sub_id) else pgque._done_0(p_batch, v_found.sub_id) end) then
+      return 1;
+    end if;
+  end if;
+  v_sub := pgque._batch_owner(p_batch);
+  if v_found.archives then
+    if not pgque._lock_batch(v_sub, p_batch) or not pgque._is_open(v_sub, p_batch) or not pgque._still_whole(v_sub.sub_id, p_batch) then
+      return 0;
+    end if;
+    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
+    if v_sub.sub_role = 'pool' then
+      return (v_count > 0)::int;
+    end if;
+  end if;
+  return pgque._close(v_sub, p_batch);
+end
+$$;
+
+create or replace function pgque.ack(batch_id bigint) returns int
+language sql as $$ select pgque._ack($1) $$;
+comment on function pgque.ack(bigint) is
+  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1, or 0 if the batch was acknowledged before. For '
+  'a worker''s batch it also returns 0 after one of its messages was delivered to another worker or removed; acknowledge the others with '
+  'ack(batch_id, msg_ids).';
+
+-- Returns whether a sorted array has an id.  This is a binary search, because an IN over
+-- unnest() compares each row with each id as soon as the ids exceed work_mem, and a join
+-- does where the planner expects few.  The array is a parameter of dynamic SQL or
+-- (select v_ids): otherwise PL/pgSQL copies it for each row.
+create or replace function pgque._among(p_sorted bigint[], p_id bigint) returns boolean
+language sql immutable as $$ select (p_sorted[pg_catalog.width_bucket(p_id, p_sorted)] = p_id) is true $$;
+
+-- Gives messages of an open batch their outcome.  p_ids null: all that have none yet.
+-- p_what: ack, archive, nack (again after p_after, or given up), retry (again in any
+-- case), dead, release (again at once).
+-- The rows are read again from the tables: of a client's message only the id is used.
+-- Each message gets one outcome.
+-- For a lost batch this raises no error: the returned rows have the reason for each
+-- message.  A message that another session has locked, and may be taking over, is lost.
+-- With p_wait the call waits for it, since a caller that raises an error has to be
+-- sure.
+create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
+returns setof pgque.outcome
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._batch_owner(p_batch);
+  v_lease  pgque.position;
+  v_state  record;
+  v_rows   text;
+  v_ids    bigint[];   -- p_ids, sorted
+  v_log    bigint[];   -- those of them that are in the log, sorted
+  v_new    bigint[];   -- those that get their outcome now
+  v_gone   bigint[];   -- the same of those that were in the retry queue
+begin
+  p_ids := pgque._flat(p_ids);
+  if p_ids is not null then
+    v_ids := array(select i.id from pg_catalog.unnest(p_ids) i (id) where i.id is not null group by 1 order by 1);
+  end if;
+  if v_sub.sub_id is null then
+    return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
+    return;
+  end if;
+  -- The consumer cannot be unsubscribed before this commits.  Other workers do not
+  -- wait.
+  perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
+  perform pgque._lock_batch(v_sub, p_batch);
+  select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
+  v_lease := v_state.lease;
+  if v_state.place = 'log' and pgque._old_snapshot() then
+    -- To move the batch finds out whether the snapshot is too old.
+    perform pgque._shelve(v_sub, v_lease, v_state.until);
+    v_state.place := 'retry';
+  end if;
+  if v_state.place = 'log' then
+    v_rows := pgque._span_of_ids_sql(v_sub, v_lease, v_ids);
+    execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._among($1, e.ev_id)', v_rows)
+    into v_log using v_ids;
+    -- A message may be settled in the leaf that is no longer written.
+    v_new := pgque._record(p_batch, 'outcome', array(
+      select pg_catalog.unnest(v_log) except select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.set_what = 'outcome'));
+    if v_sub.sub_role = 'pool' and (p_ids is null or v_state.settled + pg_catalog.cardinality(v_new) >= v_lease.pos_done_count) then
+      perform pgque._record(p_batch, 'closed');
+    end if;
+  end if;
+  if p_wait then
+    perform from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids) for update;
+  end if;
+  v_gone := pgque._apply(v_sub, v_lease, p_batch, v_ids, v_rows, v_new, p_what, p_after, p_reason);
+  v_new := array(select n from pg_catalog.unnest(v_new || v_gone) n order by n);
+  if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
+    -- So the batch is known to be whole apart from them; see _still_whole().
+    perform pgque._record(p_batch, 'outcome', v_gone);
+  end if;
+  if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
+    return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
+    return;
+  end if;
+  if exists (
+    select from pgque.retry_queue r
+    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and ((select v_ids))[pg_catalog.width_bucket(r.ev_id, (select v_ids))] = r.ev_id)   -- as _among()
+  then
+    -- The session that has one of them locked may roll back.  But the caller gets the
+    -- answer that it is lost, so an ack of the rest must not finish it.
+    perform pgque._record(p_batch, 'lost');
+  end if;
+  return query
+    select i.id, i.ok,
+      case
+        when i.ok then null
+        when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
+        when ((select v_log))[pg_catalog.width_bucket(i.id, (select v_log))] = i.id then 'settled already'
+        when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'outcome' and s.set_ev_id = i.id) then 'settled already'
+        -- Which messages a batch had that was moved to the retry queue is no longer known.
+        when v_state.place is null or v_state.place = 'retry' and v_lease.pos_fresh > 0 then 'batch not open'
+        when i.taken then 'lost to another worker'
+        else 'not in this batch'
+      end
+    from (
+      select u.id,
+        (((select v_new))[pg_catalog.width_bucket(u.id, (select v_new))] = u.id) is true as ok,
+        exists (select from pgque.retry_queue r where r.ev_owner + 0 = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
+      from pg_catalog.unnest(p_ids) u (id)
+    ) i;
+end
+$$;
+
+-- Returns the query of the messages of a batch from the log between the first and the
+-- last of p_ids, which are sorted; null: all.
+create or replace function pgque._span_of_ids_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
+language plpgsql as $$
+begin
+  if p_ids is null then
+    return pgque._slice_sql(p_sub, p_lease);
+  end if;
+  p_lease.pos_done_id := greatest(p_lease.pos_done_id, greatest(p_ids[1], 1) - 1);
+  p_lease.pos_last_id := least(p_lease.pos_last_id, p_ids[pg_catalog.cardinality(p_ids)]);
+  -- For one message of many an index is best.
+  return pgque._slice_sql(p_sub, p_lease,
+    case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = ' || p_ids[1] else '' end, null, pgque._is_big(p_lease, 500));
+end
+$$;
+
+-- Applies the outcome to the messages of a batch: to those of the log that p_new names,
+-- and to those in the retry queue.  Returns the ids of the latter.  p_ids and p_new are
+-- sorted.
+create or replace function pgque._apply(
+  p_sub pgque.subscriber, p_lease pgque.position, p_batch bigint, p_ids bigint[], p_rows text, p_new bigint[],
+  p_what text, p_after interval, p_reason text
+) returns bigint[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_queue  pgque.queue;
+  v_with   text;
+  v_items  text;
+  v_item   pgque.retry_queue;
+  v_ids    bigint[];
+begin
+  if exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch) then
+    -- Rows that another session has locked are being taken over.
+    v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
+      ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
+      ' and ($4 is null or e.ev_id between $4[1] and $4[pg_catalog.cardinality($4)] and pgque._among($4, e.ev_id))'
+      ' order by e.ev_id for update skip locked),'
+      ' gone as (delete from pgque.retry_queue r using found f where r.ctid = f.ctid returning r.*)';
+    v_items := 'select g.* from gone g';
+  end if;
+  if p_new is not null and p_what <> 'ack' then
+    v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
+      'select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
+      ' where pgque._among($5, e.ev_id)', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
+  end if;
+  if v_items is null then
+    return null;
+  elsif p_what = 'ack' then
+    execute v_with || ' select array_agg(g.ev_id) from gone g' into v_ids using p_sub, p_lease.pos_worker, p_batch, p_ids;
+    return v_ids;
+  end if;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
+  if p_what = 'archive' then
+    execute pgque._archive_sql(v_with, v_items, v_queue.queue_id) into v_ids
+    using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new, p_reason;
+    perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(v_ids));
+  else
+    -- Each gets the time of its turn, and messages become due by that time.
+    for v_item in execute pg_catalog.concat_ws(' ', v_with, v_items, 'order by ev_id') using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new loop
+      v_ids := v_ids || v_item.ev_id;
+      perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
+    end loop;
+  end if;
+  return nullif(array(select pg_catalog.unnest(v_ids) except select pg_catalog.unnest(p_new)), '{}');
+end
+$$;
+
+-- Redelivers or gives up one message that was taken from its batch.
+create or replace function pgque._again_or_dead(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_what text, p_after interval, p_reason text
+) returns void
+language plpgsql as $$
+begin
+  if p_what = 'dead'
+    or (p_what = 'nack' and (coalesce(p_item.ev_retry, 0) >= p_queue.queue_max_retries
+      or (p_sub.sub_role = 'pool' and p_item.ev_receives >= p_queue.queue_max_receive_attempts)))
+  then
+    p_item.ev_error := coalesce(p_reason, p_item.ev_error);
+    perform pgque._give_up(p_queue, p_sub, p_item, coalesce(p_reason, case
+      when p_what = 'dead' then 'dead'
+      when coalesce(p_item.ev_retry, 0) >= p_queue.queue_max_retries then 'retries used up'
+      else 'receive attempts used up'
+    end));
+    return;
+  end if;
+  p_item.ev_batch := null;
+  p_item.ev_worker := null;
+  p_item.ev_retry_after := pgque.clock();
+  if p_what <> 'release' then
+    p_item.ev_retry := coalesce(p_item.ev_retry, 0) + 1;
+    p_item.ev_error := p_reason;
+    p_item.ev_retry_after := p_item.ev_retry_after + coalesce(p_after, pgque._backoff(p_queue.queue_retry_backoff, p_item.ev_retry));
+  end if;
+  insert into pgque.retry_queue select p_item.*
+  -- As in _shelve().
+  on conflict (ev_owner, ev_id, ev_queue) do update
+  set (ev_retry_after, ev_receives, ev_batch, ev_worker, ev_retry, ev_error)
+    = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker, excluded.ev_retry, excluded.ev_error);
+end
+$$;
+
+-- Returns how long to wait before the n-th retry of a message.
+create or replace function pgque._backoff(p_backoff jsonb, p_n int) returns interval
+language sql volatile as $$
+  select case
+    when p_backoff is null then interval '60 seconds'
+    else make_interval(secs => (least(
+        coalesce((p_backoff->>'cap')::double precision, 3600),
+        coalesce((p_backoff->>'base')::double precision, 1) * power(coalesce((p_backoff->>'factor')::double precision, 2), least(p_n, 100) - 1))
+      * (1 - coalesce((p_backoff->>'jitter')::double precision, 0) * random())))
+  end
+$$;
+
+-- Returns an interval from now, if it is neither negative nor so long that clients
+-- cannot read its end.
+create or replace function pgque._not_negative(p_span interval, p_name text, p_batch bigint) returns interval
+language plpgsql immutable as $$
+begin
+  if p_span < '0' then
+    perform pgque._fail('PQ005', pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
+      'Pass an interval from now, such as ''30 seconds''.');
+  elsif p_span > '100 years' then
+    perform pgque._fail('PQ005', pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
+      'Pass a shorter interval. Some clients cannot read times that far in the future.');
+  end if;
+  return p_span;
+end
+$$;
+
+-- Returns the outcome of one message of a batch, or raises an error if the message is
+-- not there.
+create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
+language plpgsql as $$
+begin
+  if p_outcome.reason = 'not in this batch' then
+    perform pgque._fail('PQ007', pg_catalog.format('message %s is not in batch %s', coalesce(p_outcome.msg_id::text, 'null'), p_batch),
+      'Pass a message of this batch, as receive() returned it.');
+  elsif p_outcome.reason in ('batch not open', 'lost to another worker') then
+    perform pgque._no_batch(p_batch);
+  end if;
+  return p_outcome;
+end
+$$;
+
+create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
+  return 1;
+end
+$$;
+comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
+  'Earlier form of nack(): rejects one message, for clients that know the ten columns of pgque.message, the row that receive() once returned.';
+
+create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
+  return 1;
+end
+$$;
+comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
+  'Rejects one message of an open batch and returns 1, also when repeated. The message is redelivered to this consumer after retry_after (NULL: the '
+  'queue''s retry_backoff), or becomes a dead letter once the queue''s max_retries are used up. The rest of the batch stays open: acknowledge it when '
+  'done. Of msg only msg_id counts. For a worker''s batch whose lease expired, the call waits for a transaction that may be taking the message over. '
+  'Errors: PQ005 retry_after is negative; PQ007 the message is not in this batch; PQ012 the batch is not open.';
+
+create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
+returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
+end
+$$;
+comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
+  'Rejects many messages of an open batch, by id. Returns one row a message as ack(batch_id, msg_ids) does: msg_id, ok, and the reason if not ok. '
+  'Errors: PQ005 retry_after is negative or above 100 years.';
+
+create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_archive  boolean;
+begin
+  select q.queue_archive_on_ack into v_archive
+  from pgque.subscriber s
+  join pgque.queue q on q.queue_id = s.sub_queue
+  where (s.sub_id & 1048575) = ($1 & 1048575)::int;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
+end
+$$;
+comment on function pgque.ack(bigint, bigint[], pgque.caller) is
+  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this '
+  'batch, settled already, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole batch returns '
+  '0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are kept in the '
+  'archive.';
+
+-- Gives up messages at once, as if their attempts were used up.
+create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
+end
+$$;
+
+create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
+language sql as $$ select * from pgque._dead($1, $2, $3) $$;
+comment on function pgque.dead(bigint, bigint[], text) is
+  'Gives up messages of a batch at once: drop_policy applies to them (by default they become dead letters), with the reason. Returns one row a '
+  'message as ack(batch_id, msg_ids) does.';
+-- ---------------------------------------------------------------------------
+-- leases: release, extend and reclaim batches, share a consumer
+-- ---------------------------------------------------------------------------
+
+-- Returns the consumer of a pool's batch; PQ005 for any other batch, whose lease has no
+-- end.
+create or replace function pgque._pool_of(p_batch bigint) returns pgque.subscriber
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber := pgque._batch_owner(p_batch);
+begin
+  if v_sub.sub_role <> 'pool' then
+    perform pgque._fail('PQ005', pg_catalog.format('batch %s is not leased', p_batch),
+      'Receive with a worker to get a lease. A consumer without workers keeps its batch until it finishes it.');
+  end if;
+  return v_sub;
+end
+$$;
+
+create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  return (select count(*) from pgque._settle(pgque._batch_for(caller, $1), $2, 'release', null, null, false) f where f.ok);
+end
+$$;
+comment on function pgque.release(bigint, bigint[], pgque.caller) is
+  'Releases messages of a batch, all by default, and returns their number. They can be received at once, by any worker of the consumer. A release is '
+  'no failure: retry_count stays; receive_count counts each delivery. A consumer without workers acknowledges the batch afterwards, and receives the '
+  'messages in another one.';
+
+create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
+    perform pgque._pool_of(pgque._batch_for(caller, $1));
+    return pgque.release($1, null, caller);
+  end if;
+  return pgque._lease_until(pgque._batch_for(caller, $1), $2, false);
+end
+$$;
+comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
+  'Earlier form of extend(): sets when the lease on a worker''s batch expires, counted from now, so that it can also shorten the lease; 0 releases '
+  'the batch, as release() does. Returns the number of messages still leased, 0 if the batch is lost. Errors: PQ005 visibility_timeout is NULL, '
+  'negative or above 100 years.';
+
+create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
+  return pgque._lease_until(pgque._batch_for(caller, $1), $2, true);
+end
+$$;
+comment on function pgque.extend(bigint, interval, pgque.caller) is
+  'Extends the lease on a worker''s batch by an interval; it never shortens the lease. Returns the number of messages still leased, 0 if the batch is '
+  'lost. Errors: PQ005 the interval is negative or above 100 years.';
+
+-- Moves the end of a lease: to p_span from now, or, to extend it, by p_span.
+create or replace function pgque._lease_until(p_batch bigint, p_span interval, p_extend boolean) returns int
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._pool_of(p_batch);
+  v_now    timestamptz := pgque.clock();
+  v_state  record;
+  v_until  timestamptz;
+  v_held   int;
+begin
+  perform pgque._lock_batch(v_sub, p_batch) where v_sub.sub_id is not null;
+  select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
+  with found as materialized (
+    select e.ctid from pgque.retry_queue e
+    where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
+    order by e.ev_id
+    for update skip locked
+  )
+  update pgque.retry_queue r set ev_retry_after = case when p_extend then greatest(r.ev_retry_after, v_now) else v_now end + p_span
+  from found f
+  where r.ctid = f.ctid;
+  get diagnostics v_held = row_count;
+  if v_state.place = 'log' then
+    v_until := case when p_extend then greatest(v_state.until, v_now) else v_now end + p_span;
+    if p_extend and not pgque._old_snapshot() then
+      perform pgque._record(p_batch, 'extended', array[v_state.extended + 1], v_until);
+      v_held := v_held + (v_state.lease).pos_done_count - v_state.settled;
+    else
+      -- A lease that may end earlier is checked in the retry queue.  And an old snapshot
+      -- may not show that the batch was closed: to move it finds it out.
+      v_held := v_held + pgque._shelve(v_sub, v_state.lease, v_until);
+    end if;
+  end if;
+  return v_held;
+end
+$$;
+
+-- Releases the messages of a batch, so that any worker may receive them at once.  The
+-- caller holds the batch's lock.
+create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_state  record;
+  v_fresh  bigint := 0;
+  v_count  bigint;
+begin
+  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' then
+    v_fresh := pgque._shelve(p_sub, v_state.lease, pgque.clock(), 0);
+  end if;
+  -- A maintenance session that has one of them locked may roll back: this waits for it.
+  update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
+  where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
+  get diagnostics v_count = row_count;
+  return v_fresh + v_count;
+end
+$$;
+
+-- Returns the batches of a consumer that workers hold, also those whose lease expired.
+create or replace function pgque._batches_of(p_sub int) returns setof bigint
+language sql set enable_seqscan = off set jit = off as $$
+  select h.token from pgque._held(p_sub) h
+  union
+  select r.ev_batch from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch is not null
+$$;
+
+create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
+  v_now    timestamptz := pgque.clock();
+  v_token  bigint;
+  v_count  int := 0;
+begin
+  if $3 is null then
+    perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
+      'Pass the age of the batches to release, such as ''10 minutes''. ''0'' releases all of them.');
+  end if;
+  perform pgque._lock_subscriber(v_sub.sub_id);
+  -- A worker that is just finishing its batch keeps it.
+  foreach v_token in array pgque._hold_batches(v_sub, array(
+    select b.id
+    from pgque._batches_of(v_sub.sub_id) b (id)
+    cross join lateral pgque._lease(v_sub.sub_id, b.id) l
+    where v_sub.sub_role = 'pool' and (l.pos_time > v_now - $3 and l.pos_time <= v_now) is not true), 500)
+  loop
+    v_count := v_count + (pgque._hand_back(v_sub, v_token) > 0)::int;
+  end loop;
+  perform pgque._did('reclaim', $1, jsonb_build_object('consumer_name', $2, 'older_than', $3, 'batches', v_count)) where v_count > 0;
+  return v_count;
+end
+$$;
+comment on function pgque.reclaim(text, text, interval, pgque.caller) is
+  'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
+  'number of batches. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
+
+create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
+comment on function pgque.share_consumer(text, text, pgque.caller) is
+  'Turns a consumer that reads on its own into a pool of workers: from now on, receive with worker => name. Its position and pending retries stay. '
+  'An open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if it is a pool already. Errors: PQ001 no such queue; PQ006 it '
+  'has subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
+
+create or replace function pgque.unshare_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
+comment on function pgque.unshare_consumer(text, text, pgque.caller) is
+  'Turns a pool of workers into a consumer that reads on its own: from now on, receive without worker. Its position and pending retries stay. '
+  'Messages that workers hold are redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no '
+  'such queue; PQ006 it has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is finishing a batch.';
+
+create or replace function pgque._change_role(p_queue text, p_consumer text, p_from text, p_to text, p_caller name) returns int
+language plpgsql as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber(p_queue, p_consumer, p_caller);
+  v_token  bigint;
+  v_open   bigint[];
+begin
+  perform pgque._need_read_committed('to change who reads a consumer');
+  perform pgque._lock_subscriber(v_sub.sub_id);
+  v_sub := pgque._subscriber(p_queue, p_consumer, p_caller);
+  if v_sub.sub_role = p_to then
+    return 0;
+  elsif v_sub.sub_role <> p_from or v_sub.sub_keyed then
+    perform pgque._fail('PQ006', pg_catalog.format('consumer %I of queue %I has %s', p_consumer, p_queue,
+      case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
+  end if;
+  v_open := array(select pgque._batches_of(v_sub.sub_id));
+  if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then
+    perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being finished', p_consumer, p_queue), 'Try again.');
+  end if;
+  perform pgque._hand_back(v_sub, o.token), pgque._record(o.token, 'closed') from pg_catalog.unnest(v_open) o (token);
+  perform pgque._end_batches(v_sub);
+  update pgque.subscriber s set sub_role = p_to, sub_offsets = false where s.sub_id = v_sub.sub_id;
+  perform pgque._did(case p_to when 'pool' then 'share_consumer' else 'unshare_consumer' end, p_queue, pg_catalog.jsonb_build_object('consumer_name', p_consumer));
+  return 1;
+end
+$$;
+
+-- Stores the position of a consumer without open batches.
+create or replace function pgque._end_batches(p_sub pgque.subscriber) returns void
+language plpgsql as $$
+declare
+  v_pos  pgque.position := pgque._next_from(pgque._position(p_sub.sub_id));
+begin
+  v_pos.pos_open := '{}';
+  v_pos.pos_lapse := null;
+  perform pgque._append_position(v_pos);
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- retry: messages that are due, and notifications
+-- ---------------------------------------------------------------------------
+
+-- Returns the owners whose messages the pump moves from the retry queue into the log:
+-- 0, since delayed messages are for every consumer, and consumers that are read by
+-- offsets, since their readers read only the log.  All other consumers receive from the
+-- retry queue.
+create or replace function pgque._pumped() returns setof int
+language sql as $$
+  select 0
+  union all
+  select s.sub_id
+  from pgque.subscriber s
+  where s.sub_role = 'normal' and (s.sub_offsets
+    -- A consumer that never received a batch may be read by offsets too.
+    or exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id)
+      -- While a dump is loaded, it may have no position yet.
+      and case when exists (select from pgque.queue q where q.queue_id = s.sub_queue and not q.queue_restored)
+        then (pgque._position(s.sub_id)).pos_last_batch = 0 end)
+$$;
+
+create or replace function pgque.maint_retry_events() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
+declare
+  v_now       timestamptz := pgque.clock();   -- a volatile function cannot be used in an index condition
+  v_queue_id  int;
+  v_count     int := 0;
+begin
+  if pgque._loading() is not null then
+    return 0;   -- maint_tables() warns
+  end if;
+  for v_queue_id in select q.queue_id from pgque.queue q where q.queue_restored order by q.queue_id limit greatest(pgque._lock_room() / 32, 1) loop
+    begin
+      continue when (select pgque._lacks(q) from pgque.queue q where q.queue_id = v_queue_id) is not null;
+      perform pgque._rebase(v_queue_id);
+      v_now := pgque.clock();   -- messages that were put there just now are due
+    exception
+      when others then
+        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
+    end;
+  end loop;
+  for v_queue_id in
+    select distinct d.ev_queue
+    from pgque._pumped() o (id)
+    cross join lateral (
+      select distinct r.ev_queue from pgque.retry_queue r where r.ev_owner = o.id and r.ev_retry_after <= v_now
+    ) d
+  loop
+    begin
+      v_count := v_count + pgque._retry_queue(v_queue_id);
+    exception
+      when others then
+        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
+    end;
+  end loop;
+  return v_count + pgque._wake(v_now) + coalesce(pgque._forward_letters(), 0);
+end
+$$;
+comment on function pgque.maint_retry_events() is
+  'Moves delayed messages that are due into their queues, at most 10,000 of each queue, and dead letters into the queues that dead_letter_queue '
+  'names, at most 1,000 into each; the next tick delivers them. Retries of consumers that are '
+  'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
+  'Returns the number of messages that became due or were moved.';
+
+-- Notifies the consumers for whom a message became due since the last call, and returns
+-- the number of messages.  Every five seconds it notifies for all messages that are
+-- due, because the rows may have been committed later.
+create or replace function pgque._wake(p_now timestamptz) returns int
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_since  timestamptz := least(pgque._woken(), p_now);
+  v_all    boolean := p_now >= pgque._next_five(v_since);
+  v_queue  record;
+  v_count  int := 0;
+begin
+  for v_queue in
+    select s.sub_queue as id, sum(r.n) filter (where r.new) as n
+    from pgque.subscriber s
+    cross join lateral (
+      select r.ev_retry_after > v_since as new, count(*) as n
+      from pgque.retry_queue r
+      where r.ev_owner = s.sub_id and r.ev_retry_after > case when v_all then '-infinity' else v_since end and r.ev_retry_after <= p_now and r.ev_batch is null
+      group by 1
+    ) r
+    where s.sub_id not in (select o.id from pgque._pumped() o (id))
+    group by 1
+  loop
+    begin
+      perform pgque._notify(q, (pgque._last_tick(q)).tick_id) from pgque.queue q where q.queue_id = v_queue.id and not q.queue_restored;
+      v_count := v_count + coalesce(v_queue.n, 0);
+    exception
+      when lock_not_available or undefined_table then
+        null;   -- health() names it
+    end;
+  end loop;
+  if found then
+    perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
+  end if;
+  return v_count;
+end
+$$;
+
+create or replace function pgque._next_five(p_time timestamptz) returns timestamptz
+language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floor(extract(epoch from p_time) / 5) + 1)) $$;
+
+create or replace function pgque._woken() returns timestamptz
+language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
+
+-- Returns when maint_retry_events() has work; null if the retry queue is empty, or if one
+-- of the tables is locked: the loop calls this in each round, and must not wait.
+create or replace function pgque._next_retry() returns timestamptz
+language plpgsql set enable_seqscan = off set jit = off set lock_timeout = '20ms' as $$
+declare
+  v_since  timestamptz := least(pgque._woken(), pgque.clock());
+begin
+  if not exists (select from pgque.retry_queue) then
+    return null;
+  end if;
+  return (
+    select min(case when o.pumped or r.due > v_since then r.due else pgque._next_five(v_since) end)
+    from (
+      select o.id, true as pumped from pgque._pumped() o (id)
+      union all
+      select s.sub_id, false from pgque.subscriber s where s.sub_id not in (select o.id from pgque._pumped() o (id))
+    ) o
+    cross join lateral (
+      (select r.ev_retry_after as due from pgque.retry_queue r
+      where r.ev_owner = o.id and (o.id = 0 or r.ev_batch is null)
+      order by r.ev_retry_after
+      limit 1)
+      union all
+      (select r.ev_retry_after from pgque.retry_queue r
+      where r.ev_owner = o.id and r.ev_retry_after > v_since and r.ev_batch is null
+      order by r.ev_retry_after
+      limit 1)
+    ) r);
+exception
+  when lock_not_available then
+    return null;
+end
+$$;
+
+create or replace function pgque._retry_queue(p_queue_id int) returns int
+language plpgsql as $$
+declare
+  v_txid   xid8 := pg_catalog.pg_current_xact_id();
+  v_now    timestamptz;
+  v_aside  record;
+  v_count  int;
+begin
+  perform pgque._rebase(p_queue_id);
+  if not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
+    return 0;
+  end if;
+  v_now := pgque.clock();   -- messages that were put there just now are due
+  v_aside := pgque._claim_aside(p_queue_id, array(
+    select pgque._slim_waiting(e.item)
+    from pgque.subscriber s
+    cross join lateral (
+      select e as item from pgque.retry_queue e
+      where e.ev_owner = s.sub_id and e.ev_retry_after <= v_now and e.ev_key is not null and e.ev_receives = 0
+      order by e.ev_retry_after
+      limit 10000
+      for update skip locked
+    ) e
+    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pumped() o (id))
+    limit 10000));
+  with found as materialized (
+    select e.ctid
+    from (
+      select o.id from pgque._pumped() o (id)
+      where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
+    ) o
+    cross join lateral (
+      select e.ctid from pgque.retry_queue e
+      where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
+        and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
+          or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
+      order by e.ev_retry_after
+      limit 10000
+      for update skip locked
+    ) e
+    limit 10000
+  ),
+  due as (
+    delete from pgque.retry_queue r using found f
+    where r.ctid = f.ctid
+    returning r.*
+  )
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
+    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
+  select q.queue_id * 3 + q.queue_cur_table, nullif(d.ev_owner, 0), d.ev_id, d.ev_time, v_txid,
+    case when d.ev_owner = 0 and d.ev_key is not null then 0 else d.ev_retry end, d.ev_type, d.ev_data,
+    d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_expires, d.ev_error
+  from due d
+  join pgque.queue q on q.queue_id = d.ev_queue;
+  get diagnostics v_count = row_count;
+  -- This id is used for no message.  The loop sees by it that there is something to
+  -- tick.
+  perform pg_catalog.nextval(q.queue_event_seq), pgque._note_once(q.queue_id, 'moved') from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
+  return v_count;
+end
+$$;
+
+create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
+  v_now    timestamptz := pgque.clock();
+  v_count  bigint;
+begin
+  update pgque.retry_queue r set ev_retry_after = v_now
+  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
+  get diagnostics v_count = row_count;
+  perform pgque._did('retry_now', $1, jsonb_build_object('consumer_name', $2, 'messages', v_count)) where v_count > 0;
+  return v_count;
+end
+$$;
+comment on function pgque.retry_now(text, text, pgque.caller) is
+  'Makes all pending retries of a consumer due now, for example after a repair, or after a clock that was ahead. Returns their number. Errors: '
+  'PQ001 no such queue; PQ011 not subscribed.';
+-- ---------------------------------------------------------------------------
+-- dead: dead letters
+-- ---------------------------------------------------------------------------
+
+-- Gives a message up: the queue's drop_policy decides what becomes of it.  A dead letter
+-- for another queue is stored here too, because the other queue may be full or paused,
+-- and an outcome must not fail or wait for that: _forward_letters() sends it there.
+create or replace function pgque._give_up(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
+language plpgsql as $$
+begin
+  if p_queue.queue_drop_policy = 'drop' then
+    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
+  else
+    perform pgque._add_dead_letter(p_item, p_sub.sub_consumer, p_reason, p_queue.queue_drop_policy = 'hold',
+      case when p_queue.queue_drop_policy = 'dead_letter' then p_queue.queue_dead_letter_queue end);
+  end if;
+end
+$$;
+
+-- Stores a message as a dead letter of a consumer; false if it is one already.
+-- p_forward: the queue that it is forwarded to.
+create or replace function pgque._add_dead_letter(
+  p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean, p_forward int default null
+) returns boolean
+language plpgsql as $$
+begin
+  -- A reader of offsets gets each body of a key that it has not read yet, under one id:
+  -- the newest is kept.
+  if p_item.ev_key is not null then
+    delete from pgque.dead_letter d
+    where d.dl_queue_id = p_item.ev_queue and d.dl_consumer_id = p_consumer and d.ev_id = p_item.ev_id and d.ev_txid < p_item.ev_txid;
+  end if;
+  perform pgque._need_queue(p_item.ev_queue);
+  insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, dl_forward, ev_error,
+    ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
+  values (p_item.ev_queue, p_consumer, pgque.clock(), p_reason, p_item.ev_receives, p_held, p_forward, coalesce(p_item.ev_error, p_reason),
+    p_item.ev_id, p_item.ev_time, p_item.ev_txid, p_item.ev_retry, p_item.ev_type, p_item.ev_data,
+    p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
+    p_item.ev_headers, p_item.ev_key, p_item.ev_bytes, p_item.ev_expires)
+  on conflict on constraint dead_letter_once do nothing;
+  return found;
+end
+$$;
+
+-- Forwards dead letters to the queues that were nominated for them when their messages
+-- were given up.  If a queue does not take them now, because it is full, paused, locked or
+-- not restored completely, they stay for a later call.  Returns how many letters it
+-- forwarded or kept; null if none was waiting.
+create or replace function pgque._forward_letters() returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
+declare
+  v_target  int;
+  v_count   bigint;
+begin
+  for v_target in
+    with recursive target (id) as (
+      select min(d.dl_forward) from pgque.dead_letter d where d.dl_forward is not null
+      union all
+      select (select min(d.dl_forward) from pgque.dead_letter d where d.dl_forward > t.id) from target t where t.id is not null
+    )
+    select t.id from target t where t.id is not null
+  loop
+    v_count := coalesce(v_count, 0);
+    begin
+      v_count := v_count + pgque._forward_letters_to(v_target);
+    exception
+      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table or object_not_in_prerequisite_state
+        or lock_not_available or serialization_failure
+      then
+        null;
+      when others then
+        raise warning 'pgque: dead letters are not forwarded to queue number %: % (%)', v_target, sqlerrm, sqlstate;
+    end;
+  end loop;
+  return v_count;
+exception
+  when lock_not_available then
+    return 0;   -- an upgrade has the table of dead letters
+end
+$$;
+
+-- Forwards the oldest dead letters to one queue.  If the queue of a letter names another
+-- dead_letter_queue by now, or none, as after a drop, the letter stays for good.  Near
+-- max_depth each send counts messages, so that a call forwards few.
+create or replace function pgque._forward_letters_to(p_target int) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_target  pgque.queue;
+  v_most    bigint := 1000;
+  v_count   bigint;
+begin
+  select q.* into v_target from pgque.queue q where q.queue_id = p_target;
+  if v_target.queue_max_depth > 0 then
+    v_most := least(v_most, pgque._room_left(v_target, 1));
+    v_most := case when v_most < 1000 then least(v_most, 10) else v_most end;
+  end if;
+  with found as materialized (
+    select d.dl_id, q.queue_name, (q.queue_dead_letter_queue = p_target and q.queue_drop_policy = 'dead_letter') is true as nominates
+    from pgque.dead_letter d
+    join pgque.queue q on q.queue_id = d.dl_queue_id and not q.queue_restored
+    where d.dl_forward = p_target
+    order by d.dl_id
+    limit v_most
+    for update of d skip locked
+  ),
+  kept as (
+    update pgque.dead_letter d set dl_forward = null from found f where d.dl_id = f.dl_id and not f.nominates
+    returning d.dl_id
+  ),
+  letter as (
+    delete from pgque.dead_letter d using found f where d.dl_id = f.dl_id and f.nominates
+    returning d.*, f.queue_name
+  )
+  select count(pgque._send(v_target.queue_name, l.ev_type, l.ev_data, l.ev_extra1, l.ev_extra2, l.ev_extra3, l.ev_extra4,
+    coalesce(l.ev_headers, '{}') || pg_catalog.jsonb_build_object('pgque_dead', pg_catalog.jsonb_build_object(
+      'queue', l.queue_name,
+      'consumer', (select c.co_name from pgque.consumer c where c.co_id = l.dl_consumer_id),
+      'msg_id', l.ev_id, 'reason', l.dl_reason, 'receive_count', l.dl_receives,
+      'retry_count', coalesce(l.ev_retry, 0), 'dead_at', l.dl_time)),
+    l.ev_bytes)) + (select count(*) from kept)
+  into v_count
+  from (select l.* from letter l order by l.dl_id) l;
+  return v_count;
+end
+$$;
+
+-- Returns a condition that finds a text in columns, in upper or lower case; null if
+-- there is no text.
+create or replace function pgque._matching_sql(p_text text, p_columns text) returns text
+language sql stable as $$
+  select 'pg_catalog.strpos(pg_catalog.lower(pg_catalog.concat_ws('' '', ' || p_columns || ')), pg_catalog.lower(' || pg_catalog.quote_literal(p_text) || ')) > 0'
+$$;
+
+-- No index serves the filters.  Without one that matches, 100,000 dead letters are read
+-- in 15 to 50 ms.  An index for each of eight filters would slow each dead letter down.
+create or replace function pgque.dlq_inspect(
+  queue_name text, limit_count int default 100, reason text default null, only_type text default null, only_key text default null,
+  only_consumer text default null, since timestamptz default null, until timestamptz default null, matching text default null,
+  before_id bigint default null, caller pgque.caller default current_user,
+  out dl_id bigint, out dl_time timestamptz, out dl_reason text,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out payload_size int, out receive_count int, out dl_held boolean
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $f$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+begin
+  return query execute format(
+    $q$
+    select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_time, d.ev_txid, d.ev_retry, d.ev_type, d.ev_data,
+      d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, c.co_name, d.ev_headers, d.ev_key, d.ev_bytes,
+      coalesce(octet_length(d.ev_data), octet_length(d.ev_bytes), 0), d.dl_receives, d.dl_held
+    from pgque.dead_letter d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    where %s
+    order by d.dl_id desc
+    limit %s
+    $q$,
+    concat_ws(' and ', 'd.dl_queue_id = ' || v_queue.queue_id, 'd.dl_id < ' || $10, 'd.ev_type = ' || quote_literal($4),
+      'd.ev_key = ' || quote_literal($5), 'c.co_name = ' || quote_literal($6), 'd.dl_time >= ' || quote_literal($7), 'd.dl_time < ' || quote_literal($8),
+      format('pgque._has_reason(d.dl_reason, %L)', $3),
+      pgque._matching_sql($9, 'pg_catalog.left(d.ev_data, 100000), d.ev_headers::text, d.dl_reason')),
+    case when $2 < 0 then '0' else coalesce($2::text, 'all') end);
+end
+$f$;
+comment on function pgque.dlq_inspect(text, int, text, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
+  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: only those with this reason, as '
+  'returned here or by dlq_reasons(). only_type, only_key, only_consumer: only those of this type, key or consumer. since, until: only those given '
+  'up at since or later, and before until. matching: only those with this text in the payload (its first 100,000 characters), the headers or the '
+  'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
+  'page. A filter that few dead letters satisfy makes the call read all of the queue. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
+
+-- Returns the common form of reasons that differ only by numbers.  Digits after a letter
+-- belong to a word (utf8), and so do one or two digits after a letter and a hyphen
+-- (utf-8, but not order-4711).
+create or replace function pgque._reason_kind(p_reason text) returns text
+language sql immutable as $$
+  select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '(?<![[:alnum:]])(?:(?<![[:alpha:]]-)\d+|\d{3,})', 'N', 'g'), 200), '')
+$$;
+
+-- Returns whether a reason is p_wanted, as it is or as _reason_kind() returns it; null
+-- stands for any.
+create or replace function pgque._has_reason(p_reason text, p_wanted text) returns boolean
+language sql immutable as $$
+  select p_wanted is null or coalesce(p_reason = p_wanted, false) or pgque._reason_kind(p_reason) = p_wanted
+$$;
+
+create or replace function pgque.dlq_reasons(
+  queue_name text, caller pgque.caller default current_user,
+  out consumer_name text, out reason text, out dead_letters bigint, out held bigint, out oldest timestamptz, out newest timestamptz, out newest_dl_id bigint
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+begin
+  return query
+    select c.co_name, pgque._reason_kind(d.dl_reason), sum(d.n)::bigint, sum(d.held)::bigint, min(d.oldest), max(d.newest), max(d.newest_id)
+    from (
+      select d.dl_consumer_id, d.dl_reason, count(*) as n, count(*) filter (where d.dl_held) as held, min(d.dl_time) as oldest, max(d.dl_time) as newest,
+        max(d.dl_id) as newest_id
+      from (
+        select d.dl_consumer_id, d.dl_reason, d.dl_held, d.dl_time, d.dl_id
+        from pgque.dead_letter d
+        where d.dl_queue_id = v_queue.queue_id
+        order by d.dl_id desc
+        limit 200000
+      ) d
+      group by d.dl_consumer_id, d.dl_reason
+    ) d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    group by c.co_name, pgque._reason_kind(d.dl_reason)
+    order by 3 desc, 1, 2;
+end
+$$;
+comment on function pgque.dlq_reasons(text, pgque.caller) is
+  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
+  'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
+  'characters, shows numbers as N (not digits of a word, such as utf-8), and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
+
+-- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
+-- same one.  p_call: the function to record in list_actions(), if a role calls it by
+-- hand for this dead letter.
+create or replace function pgque._exhume(p_dl_id bigint, p_caller name, p_call text default null) returns pgque.dead_letter
+language plpgsql as $$
+declare
+  v_dead  pgque.dead_letter;
+begin
+  delete from pgque.dead_letter d
+  where d.dl_id = p_dl_id and pgque._may(p_caller, 'admin', d.dl_queue_id)
+  returning d.* into v_dead;
+  if not found then
+    perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
+      'List the dead letters: select * from pgque.dlq_inspect(queue); This one was replayed, requeued, purged or forwarded already.');
+  end if;
+  perform pgque._did(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
+  from pgque.queue q
+  where q.queue_id = v_dead.dl_queue_id and p_call is not null;
+  return v_dead;
+end
+$$;
+
+create or replace function pgque._replay(p_dead pgque.dead_letter) returns bigint
+language plpgsql as $$
+begin
+  return pgque._send(
+    (select q.queue_name from pgque.queue q where q.queue_id = p_dead.dl_queue_id), p_dead.ev_type, p_dead.ev_data,
+    p_dead.ev_extra1, p_dead.ev_extra2, p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_bytes);
+end
+$$;
+
+create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller, 'dlq_replay');
+begin
+  return pgque._replay(v_dead);
+end
+$$;
+comment on function pgque.dlq_replay(bigint, pgque.caller) is
+  'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ008 no such dead '
+  'letter; PQ013 the queue is paused.';
+
+create or replace function pgque.dlq_replay_all(
+  queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user,
+  out replayed int, out failed int, out first_error text
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_id     bigint;
+begin
+  replayed := 0;
+  failed := 0;
+  for v_id in
+    select d.dl_id
+    from pgque.dead_letter d
+    where d.dl_queue_id = v_queue.queue_id and pgque._has_reason(d.dl_reason, $3)
+    order by d.dl_id
+    limit case when $2 < 0 then 0 else $2 end
+  loop
+    begin
+      perform pgque._replay(pgque._exhume(v_id, caller));
+      replayed := replayed + 1;
+    exception
+      when sqlstate 'PQ008' then
+        null;   -- another session took it meanwhile
+      when others then
+        failed := failed + 1;
+        first_error := coalesce(first_error, sqlerrm);
+    end;
+  end loop;
+  perform pgque._did('dlq_replay_all', v_queue.queue_name, jsonb_build_object('reason', $3, 'replayed', replayed, 'failed', failed)) where replayed > 0;
+end
+$$;
+comment on function pgque.dlq_replay_all(text, int, text, pgque.caller) is
+  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all). reason: only those with this reason, as stored or as dlq_reasons() '
+  'returns it. Returns replayed (the number that was sent), failed (the number that could not be sent, and stays) and first_error. Errors: PQ001 '
+  'no such queue.';
+
+create or replace function pgque._requeue(p_dead pgque.dead_letter) returns bigint
+language plpgsql as $$
+declare
+  v_sub  int;
+begin
+  select s.sub_id into v_sub
+  from pgque.subscriber s
+  where s.sub_queue = p_dead.dl_queue_id and s.sub_consumer = p_dead.dl_consumer_id and s.sub_main is null
+  for key share;
+  if not found then
+    perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', p_dead.dl_id),
+      'Subscribe the consumer again, or send the message to all consumers with pgque.dlq_replay(dl_id).');
+  end if;
+  perform pgque._depth_grows(p_dead.dl_queue_id);
+  insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
+    ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
+  select pgque.clock(), p_dead.dl_queue_id, s.sub_id, p_dead.ev_error,
+    p_dead.ev_id, p_dead.ev_time, p_dead.ev_txid, p_dead.ev_type, p_dead.ev_data, p_dead.ev_extra1, p_dead.ev_extra2,
+    p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_key, p_dead.ev_bytes,
+    -- An expired message loses its expiry.
+    case when p_dead.ev_expires > pgque.clock() then p_dead.ev_expires end,
+    pgque._lane(s, p_dead.ev_key, p_dead.ev_extra1)
+  from pgque.subscriber s
+  where s.sub_id = v_sub
+  -- The message may be there already, if its consumer was moved back and failed it
+  -- again.
+  on conflict on constraint retry_queue_pkey do update
+  set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
+    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null,
+    ev_receives = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then 1 else 0 end;
+  return p_dead.ev_id;
+end
+$$;
+
+create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller, 'dlq_requeue');
+begin
+  return pgque._requeue(v_dead);
+end
+$$;
+comment on function pgque.dlq_requeue(bigint, pgque.caller) is
+  'Requeues a dead letter: the consumer that failed it receives the message again. Returns the message''s id, which stays. Its retries '
+  'count from zero, and retention_period from now. Errors: PQ008 no such dead letter; PQ011 that consumer was '
+  'unsubscribed.';
+
+create or replace function pgque.dlq_requeue_all(
+  queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_count  int;
+begin
+  v_count := (
+    select count(pgque._requeue(pgque._exhume(x.dl_id, caller)))
+    from (
+      select d.dl_id
+      from pgque.dead_letter d
+      where d.dl_queue_id = v_queue.queue_id and pgque._has_reason(d.dl_reason, $3)
+        and exists (
+          select from pgque.subscriber s
+          where s.sub_queue = d.dl_queue_id and s.sub_consumer = d.dl_consumer_id and s.sub_main is null)
+      order by d.dl_id
+      limit case when $2 < 0 then 0 else $2 end
+      for update of d skip locked
+    ) x);
+  perform pgque._did('dlq_requeue_all', v_queue.queue_name, jsonb_build_object('limit_count', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
+  return v_count;
+end
+$$;
+comment on function pgque.dlq_requeue_all(text, int, text, pgque.caller) is
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. reason: only those with this reason, as '
+  'stored or as dlq_reasons() returns it. Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
+
+-- NULL would silently delete none.
+create or replace function pgque.dlq_purge(
+  queue_name text, older_than interval default '30 days', reason text default null, caller pgque.caller default current_user
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_until  timestamptz := pgque.clock() - $2;
+  v_count  bigint;
+begin
+  if $2 is null then
+    perform pgque._fail('PQ005', format('dlq_purge of queue %I needs an age', v_queue.queue_name),
+      'Leave out older_than for 30 days, or pass ''0'' to delete all of them.');
+  end if;
+  delete from pgque.dead_letter d
+  where d.dl_queue_id = v_queue.queue_id and d.dl_time < v_until and not d.dl_held
+    and pgque._has_reason(d.dl_reason, $3);
+  get diagnostics v_count = row_count;
+  perform pgque._did('dlq_purge', v_queue.queue_name, jsonb_build_object('older_than', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
+  return v_count;
+end
+$$;
+comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
+  'Deletes the dead letters of a queue that were given up more than older_than ago, and returns their number. reason: only those with this reason, '
+  'as stored or as dlq_reasons() returns it. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
+
+create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_delete.dl_id, caller, 'dlq_delete');
+begin
+  return v_dead.ev_id;
+end
+$$;
+comment on function pgque.dlq_delete(bigint, pgque.caller) is
+  'Deletes one dead letter, also a held one, and returns the id of its message. Errors: PQ008 no such dead letter.';
+
+create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_dead   pgque.dead_letter;
+  v_sub    pgque.subscriber;
+  v_count  int := 0;
+begin
+  for v_dead in
+    select d.* from pgque.dead_letter d
+    where d.dl_id in (select p.dl_id from pgque.list_poison(v_queue.queue_name, 100000) p where p.dl_id is not null)
+    for update skip locked
+  loop
+    v_sub.sub_consumer := v_dead.dl_consumer_id;
+    execute pgque._archive_sql(null, 'select d.*, d.dl_receives as ev_receives, null::text as ev_worker from pgque.dead_letter d where d.dl_id = $3', v_queue.queue_id)
+    using v_sub, null::text, v_dead.dl_id, null, null, 'poison'::text;
+    delete from pgque.dead_letter d where d.dl_id = v_dead.dl_id;
+    v_count := v_count + 1;
+  end loop;
+  perform pgque._tally(v_queue.queue_id, 0, 'archived', v_count);
+  perform pgque._did('archive_poison', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  return v_count;
+end
+$$;
+comment on function pgque.archive_poison(text, pgque.caller) is
+  'Moves the dead letters that list_poison() returns to the archive, with outcome poison. Returns their number.';
+-- ---------------------------------------------------------------------------
+-- keys: a pending message that is sent again is replaced
+-- ---------------------------------------------------------------------------
+
+-- Sending replaces the body of a pending message with the same key.  The log is append
+-- only, so a new body is a row with the id of the message and owner 0.  A delivery
+-- appends a row too, a seal (owner -1), after which senders no longer replace the
+-- message.  So does a purge (-2).  The rows of one message have rising ev_retry under a
+-- unique index.
+--
+-- The rest of the engine handles keys in these places:
+--   * _send_keyed() sends.
+--   * _sift(), which chooses messages of the log, calls _claim() and _seal().
+--   * _weed(), which chooses messages of the retry queue, calls _claim_waiting().
+--   * Everything that reads bodies reads them through _renewed_sql().
+--   * The pump and retention leave out messages that are being replaced:
+--     _claim_aside().
+--   * Rotation calls _refresh_waiting() before a table with bodies is emptied.
+
+-- Returns the rows that were appended for messages after they were sent, without
+-- bodies: new bodies (owner 0), seals (-1), purges (-2).
+create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_said  pgque.event[];
+begin
+  execute (
+    select 'select array_agg(' || pgque._slim('null') || ' order by e.ev_id, e.ev_retry) from ('
+      || pg_catalog.string_agg(pg_catalog.format(
+        'select e.* from pgque.event_%s_%s e where e.ev_key = any ($1) and e.ev_id = any ($2) and e.ev_owner <= 0'
+        ' and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n), ' union all ')
+      || ') e'
+    from pg_catalog.generate_series(0, 2) n)
+  into v_said
+  using array(select r.ev_key from pg_catalog.unnest(p_rows) r where r.ev_key is not null),
+    array(select r.ev_id from pg_catalog.unnest(p_rows) r where r.ev_key is not null);
+  return coalesce(v_said, '{}');
+end
+$$;
+
+-- Returns the columns of a row e of pgque.event without those that may be large; p_lane
+-- is in place of ev_extra1.  So a session that checks many messages does not hold all
+-- of their payloads.
+create or replace function pgque._slim(p_lane text) returns text
+language sql immutable as $$
+  select 'row(e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, null, null, ' || p_lane
+    || ', null, null, null, null, e.ev_key, null, e.ev_expires, case when e.ev_error is not null then '''' end)::pgque.event'
+$$;
+
+-- Returns a query for rows of pgque.event with the newest body of their key, without
+-- those that were purged.
+create or replace function pgque._renewed_sql(p_queue_id int, p_rows text) returns text
+language sql volatile as $$
+  select case when not pgque._keyed(q) then p_rows else (
+    select pg_catalog.format(
+      'select e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry,'
+      ' case when s.ev_id is null then e.ev_type else s.ev_type end as ev_type,'
+      ' case when s.ev_id is null then e.ev_data else s.ev_data end as ev_data,'
+      ' case when s.ev_id is null then e.ev_extra1 else s.ev_extra1 end as ev_extra1,'
+      ' case when s.ev_id is null then e.ev_extra2 else s.ev_extra2 end as ev_extra2,'
+      ' case when s.ev_id is null then e.ev_extra3 else s.ev_extra3 end as ev_extra3,'
+      ' case when s.ev_id is null then e.ev_extra4 else s.ev_extra4 end as ev_extra4,'
+      ' case when s.ev_id is null then e.ev_headers else s.ev_headers end as ev_headers, e.ev_key,'
+      ' case when s.ev_id is null then e.ev_bytes else s.ev_bytes end as ev_bytes,'
+      ' case when s.ev_id is null or e.ev_error is not null then e.ev_expires else s.ev_expires end as ev_expires, e.ev_error'
+      ' from (%s) e left join lateral (select b.* from (%s) b order by b.ev_retry desc limit 1) s on e.ev_key is not null'
+      ' where s.ev_owner = 0 or s.ev_id is null', p_rows, pg_catalog.string_agg(pg_catalog.format(
+        'select b.* from pgque.event_%s_%s b where b.ev_key = e.ev_key and b.ev_id = e.ev_id'
+        ' and (b.ev_owner is null or b.ev_owner <= 0) and b.ev_owner in (0, -2)', q.queue_id, n), ' union all '))
+    from pg_catalog.generate_series(0, 2) n) end
+  from pgque.queue q
+  where q.queue_id = p_queue_id
+$$;
+
+-- Locks the keys of messages before their first delivery, or before a consumer passes
+-- them, and reads their bodies.  Takes the locks of _lock_keys(), but does not wait.
+-- busy: messages that are being replaced, or share a bucket with one; gone: messages
+-- that were purged.
+create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
+language plpgsql as $$
+declare
+  v_class    int := pgque._key_class(p_queue.queue_id);
+  v_buckets  int := pgque._bucket_class(p_queue.queue_id);
+  v_said   pgque.event[];
+  v_ids    bigint[];
+  v_keys   text[];
+begin
+  v_said := pgque._said(p_queue.queue_id, p_rows);
+  select pg_catalog.array_agg(r.ev_id order by r.ev_id), pg_catalog.array_agg(r.ev_key order by r.ev_id) into v_ids, v_keys
+  from pg_catalog.unnest(p_rows) r
+  where r.ev_key is not null
+    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
+  busy := array(
+    select r.id
+    from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) r (id, key)
+    where not case
+      when pgque._many_keys(pg_catalog.cardinality(v_ids)) then pg_catalog.pg_try_advisory_xact_lock(v_buckets, pgque._bucket(r.key))
+      else pg_catalog.pg_try_advisory_xact_lock_shared(v_buckets, pgque._bucket(r.key))
+        and pg_catalog.pg_try_advisory_xact_lock(v_class, pg_catalog.hashtext(r.key))
+    end);
+  -- Under the locks no more rows are appended.
+  v_said := pgque._said(p_queue.queue_id, p_rows);
+  gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
+  rows := array(
+    select row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, null, null, r.ev_extra1, null, null, null, null, r.ev_key, null,
+      case when s.ev_id is not null and r.ev_error is null then s.ev_expires else r.ev_expires end, r.ev_error)::pgque.event
+    from pg_catalog.unnest(p_rows) r
+    left join (
+      select distinct on (s.ev_id) s.* from pg_catalog.unnest(v_said) s where s.ev_owner = 0 order by s.ev_id, s.ev_retry desc
+    ) s on s.ev_id = r.ev_id and r.ev_key is not null
+    order by r.ev_id);
+end
+$$;
+
+-- Notes that messages with keys were delivered: their bodies are final.  An old
+-- snapshot may not show a body that was stored before a rotation and committed since.
+-- So it appends the seal to all three tables: the unique index of each knows only its
+-- own rows.  Several consumers may have the same message: it gets one seal.
+create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
+language plpgsql as $$
+declare
+  v_said          pgque.event[];
+  v_old_snapshot  boolean := pgque._old_snapshot();
+begin
+  if not exists (select from pg_catalog.unnest(p_rows) r where r.ev_key is not null) then
+    return;
+  end if;
+  if v_old_snapshot then
+    -- The current table is then the one of the senders, or this call gets 40001.
+    perform from pgque.queue q where q.queue_id = p_queue_id for share;
+  end if;
+  v_said := pgque._said(p_queue_id, p_rows);
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+  select q.queue_id * 3 + n.n, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(), coalesce(s.newest, 0) + 1, r.ev_key
+  from pgque.queue q
+  join pg_catalog.generate_series(0, 2) n (n) on n.n = q.queue_cur_table or v_old_snapshot
+  cross join (select distinct on (r.ev_id) r.* from pg_catalog.unnest(p_rows) r order by r.ev_id) r
+  left join (
+    select s.ev_id, max(s.ev_retry) as newest, min(s.ev_owner) < 0 as sealed from pg_catalog.unnest(v_said) s group by s.ev_id
+  ) s on s.ev_id = r.ev_id
+  where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true;
+exception
+  when unique_violation then
+    perform pgque._fail('serialization_failure', 'the key of a message changed since this transaction began', 'Retry the transaction.');
+end
+$$;
+
+-- Does the same for a message that went to the retry queue before its first delivery.
+-- Returns null if it cannot be delivered now.
+create or replace function pgque._claim_waiting(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_claim  record := pgque._claim(p_queue, array[pgque._event(p_row)]);
+begin
+  if p_row.ev_id = any (v_claim.gone) then
+    delete from pgque.retry_queue r where r.ev_owner + 0 = p_row.ev_owner and r.ev_id = p_row.ev_id;
+    return null;
+  elsif p_row.ev_id = any (v_claim.busy) then
+    return null;
+  end if;
+  perform pgque._seal(p_queue.queue_id, v_claim.rows);
+  perform pgque._refresh_waiting(p_queue.queue_id, null, array[p_row.ev_id]);
+  p_row.ev_expires := (select r.ev_expires from pgque.retry_queue r where r.ev_owner + 0 = p_row.ev_owner and r.ev_id = p_row.ev_id);
+  return p_row;
+end
+$$;
+
+-- Gives messages with keys that wait in the retry queue for their first delivery the
+-- newest body, and removes those that were purged.  p_leaf: messages whose newest row
+-- is in one table, before that is emptied; or p_ids: these messages.  Returns how many
+-- changed.
+create or replace function pgque._refresh_waiting(
+  p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
+) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_count  bigint;
+begin
+  execute (
+    select pg_catalog.format(
+      $q$
+      with newest as materialized (
+        select r.ctid as place, e.*
+        from pgque.retry_queue r
+        cross join lateral (select * from (%s) e order by e.ev_retry desc limit 1) e
+        where r.ev_queue = $1 and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
+          and ($2 is null or e.leaf = $2) and ($3 is null or r.ev_id in (select i.id from pg_catalog.unnest($3) i (id)))
+          and (e.ev_owner = -2
+            or row(r.ev_type, r.ev_data, r.ev_bytes, r.ev_headers, r.ev_extra1)
+              is distinct from row(e.ev_type, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_extra1)
+            or r.ev_error is null and r.ev_expires is distinct from e.ev_expires)
+        for update of r %s
+      ),
+      purged as (
+        delete from pgque.retry_queue r using newest n where r.ctid = n.place and n.ev_owner = -2
+      ),
+      renewed as (
+        update pgque.retry_queue r
+        set ev_type = n.ev_type, ev_data = n.ev_data, ev_bytes = n.ev_bytes, ev_headers = n.ev_headers, ev_extra1 = n.ev_extra1,
+          ev_expires = case when r.ev_error is null then n.ev_expires else r.ev_expires end
+        from newest n
+        where r.ctid = n.place and n.ev_owner = 0
+      )
+      select count(*) from newest
+      $q$,
+      pg_catalog.string_agg(pg_catalog.format(
+        '(select %2$s as leaf, e.* from pgque.event_%1$s_%2$s e where e.ev_key = r.ev_key and e.ev_id = r.ev_id'
+        ' and (e.ev_owner is null or e.ev_owner <= 0) and e.ev_owner in (0, -2) order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)',
+        p_queue_id, n), ' union all '),
+      p_locked)
+    from pg_catalog.generate_series(0, 2) n)
+  into v_count
+  using p_queue_id, p_leaf, p_ids;
+  return v_count;
+end
+$$;
+
+-- Claims messages with keys that wait for their consumer's first delivery, in rows that
+-- the caller has locked.  Returns those that may leave the retry queue: they have their
+-- newest bodies, no sender is replacing them, and they are sealed.  The seal is needed
+-- because a sender with an older snapshot does not see that they left.
+create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
+language plpgsql as $$
+declare
+  v_claim  record;
+begin
+  if pg_catalog.cardinality(p_rows) = 0 then
+    return;
+  end if;
+  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._event(r) from pg_catalog.unnest(p_rows) r));
+  select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
+  from pg_catalog.unnest(p_rows) r
+  where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
+  perform pgque._seal(p_queue_id, array(select r from pg_catalog.unnest(v_claim.rows) r where r.ev_id = any (ids)));
+  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null means all ids
+end
+$$;
+
+create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_last   record;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('purge_key()');
+  if $2 is null then
+    perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
+      'Pass a key. To delete all messages, use pgque.purge(queue).');
+  end if;
+  perform pgque._lock_keys(v_queue.queue_id, array[$2]);
+  delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
+  get diagnostics v_count = row_count;
+  -- Only under the lock: the pump may have moved the message into the log before.
+  v_last := pgque._newest_of_key(v_queue.queue_id, $2);
+  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._is_passed(v_queue.queue_id, v_last.ev_id, v_last.sent_by) then
+    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+    select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
+    from pgque.queue q
+    where q.queue_id = v_queue.queue_id;
+    v_count := v_count + 1;
+  end if;
+  -- Without the key: the key may be the data that is to be erased.
+  perform pgque._did('purge_key', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  return v_count;
+end
+$$;
+comment on function pgque.purge_key(text, text, pgque.caller) is
+  'Removes the pending message with a key. Returns 1, or 0 if there is none. Errors: PQ001 no such queue; PQ005 key is NULL; 25000 not READ '
+  'COMMITTED.';
+
+create or replace function pgque._keyed(p_queue pgque.queue) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return p_queue.queue_keyed or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'key');
 end
 $$;
 
@@ -2978,935 +7444,717 @@ exception
       'Retry the transaction.');
 end
 $$;
+-- ---------------------------------------------------------------------------
+-- order: messages of one key one at a time (keyed_order)
+-- ---------------------------------------------------------------------------
 
--- Returns the query for the newest row of the key $1, and for the transaction that sent
--- its message; null: that row is no longer stored.
-create or replace function pgque._newest_of_key_sql(p_queue_id int) returns text
-language sql stable as $$
-  select 'select l.ev_id, l.ev_owner, l.ev_retry, l.ev_time, l.ev_expires, f.ev_txid from (select e.* from ('
-    || pg_catalog.string_agg('(select e.ev_id, e.ev_owner, e.ev_retry, e.ev_time, e.ev_expires from ' || l.rows
-      || ' order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)', ' union all ')
-    || ') e order by e.ev_id desc, e.ev_retry desc limit 1) l left join lateral ('
-    || pg_catalog.string_agg('select e.ev_txid from ' || l.rows || ' and e.ev_id = l.ev_id and e.ev_retry = 0', ' union all ')
-    || ' limit 1) f on true'
-  from (
-    select pg_catalog.format('pgque.event_%s_%s e where e.ev_key = $1 and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n) as rows
-    from pg_catalog.generate_series(0, 2) n
-  ) l
-$$;
+-- A lane is the messages of a consumer that share a key or a partition key.  _sift()
+-- calls _lanes_out() and moves messages of a busy lane to the retry queue.  _due()
+-- calls _heads_of_lanes() to choose those of them that are next.
 
--- Creates the function for that query, since a session keeps its plan.
-create or replace function pgque._create_key_reader(p_queue_id int) returns void
-language plpgsql as $$
-begin
-  perform pgque._compile(pg_catalog.format(
-    'create or replace function pgque._key_%s(p_key text, out ev_id bigint, out ev_owner int, out ev_retry int, out ev_time timestamptz,'
-    ' out ev_expires timestamptz, out sent_by xid8)'
-    ' language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$'
-    ' begin %s into ev_id, ev_owner, ev_retry, ev_time, ev_expires, sent_by; end $body$', p_queue_id, pgque._newest_of_key_sql(p_queue_id)));
-end
-$$;
-
--- Returns the newest row of a key.
-create or replace function pgque._newest_of_key(
-  p_queue_id int, p_key text,
-  out ev_id bigint, out ev_owner int, out ev_retry int, out ev_time timestamptz, out ev_expires timestamptz, out sent_by xid8
-)
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  execute 'select * from pgque._key_' || p_queue_id || '($1)'
-  into ev_id, ev_owner, ev_retry, ev_time, ev_expires, sent_by using p_key;
-end
-$$;
-
--- Returns whether a consumer has passed a pending message that a transaction sent, or
--- reads it as part of a whole window.
-create or replace function pgque._is_passed(p_queue_id int, p_id bigint, p_sent_by xid8) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return p_sent_by is null or exists (
-    select
-    from pgque.subscriber s
-    cross join lateral pgque._next_from(pgque._position(s.sub_id)) p
-    where s.sub_queue = p_queue_id and s.sub_main is null
-      and not exists (select from pgque.retry_queue r where r.ev_owner + 0 = s.sub_id and r.ev_id = p_id)
-      and (pg_catalog.pg_visible_in_snapshot(p_sent_by, p.pos_snapshot)
-        or pg_catalog.pg_visible_in_snapshot(p_sent_by, p.pos_next_snapshot) and p_id <= p.pos_done_id));
-end
-$$;
-
--- The wrappers below have neither SET nor SECURITY DEFINER, so that they are
--- inlined into the calling statement and cost nothing.
-create or replace function pgque.insert_event(
-  queue_name text, ev_type text, ev_data text,
-  ev_extra1 text, ev_extra2 text, ev_extra3 text, ev_extra4 text
-) returns bigint
-language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
-comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'PgQ''s name for send(): sends one message with the four extra texts of an event, and returns its id. Errors: PQ001 no such queue; PQ013 the '
-  'queue is paused.';
-
-create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
-language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
-comment on function pgque.insert_event(text, text, text) is
-  'PgQ''s name for send(): sends one message, whose extra texts are NULL, and returns its id. Errors: PQ001 no such queue; PQ013 the queue is '
-  'paused.';
-
-create or replace function pgque.send(queue_name text, payload text) returns bigint
-language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
-comment on function pgque.send(text, text) is
-  'Sends one message of type default and returns its id. The payload is kept byte for byte. Every consumer of the queue gets the message after this '
-  'transaction commits and a tick follows. Errors: PQ001 no such queue; PQ003 the queue is full; PQ013 the queue is paused.';
-
-create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
-language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
-comment on function pgque.send(text, jsonb) is
-  'Sends one JSON value as a message of type default and returns its id. The payload is stored in canonical form. Errors: PQ001 no such queue; PQ003 the queue is full; '
-  'PQ013 the queue is paused.';
-
-create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
-language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
-comment on function pgque.send(text, text, text, text) is
-  'Earlier form of send(): sends one text with a type and a partition key, which is an option of send() now, and returns the message''s id.';
-
-create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
-language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
-comment on function pgque.send(text, text, jsonb, text) is
-  'Earlier form of send(): sends one JSON value with a type and a partition key, which is an option of send() now, and returns the message''s id. '
-  'Errors: PQ005 the partition key begins with { and may be meant as headers; name the argument headers or partition_key.';
-
--- Returns a partition key that is no JSON object.  Headers in its place must not silently
--- become a partition key.
-create or replace function pgque._no_headers(p_queue text, p_key text) returns text
-language plpgsql immutable as $$
-begin
-  if pg_catalog.ltrim(p_key) like '{%' then
-    perform pgque._fail('PQ005', pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
-      'Name the argument: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
-  end if;
-  return p_key;
-end
-$$;
-
-create or replace function pgque.send(
-  queue_name text, type_name text, payload text, headers jsonb default null, key text default null, delay interval default null,
-  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
-) returns bigint
-language sql as $$
+-- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these are
+-- hashed.  Two keys with one hash share a lane: they are ordered more than they need.
+create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
+language sql immutable as $$
   select case
-    when $5 is null and $6 is null and $7 is null and $8 is null then pgque._send($1, $2, $3, $9, null, null, null, $4, null)
-    else pgque._send_as($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
+    when not p_sub.sub_keyed then null
+    when pg_catalog.octet_length(coalesce(p_key, p_extra1)) > 1000 then pg_catalog.hashtextextended(coalesce(p_key, p_extra1), 0)::text
+    else coalesce(p_key, p_extra1)
   end
 $$;
-comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: if a message with this key is '
-  'pending (delivered to no consumer yet), its body and headers are replaced, and its id is returned. delay (from now) or deliver_at: the message '
-  'is not delivered earlier. ttl: the message is not delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay '
-  'and ttl are at most 100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; '
-  'PQ003 the queue is full; PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a '
-  'change to the key.';
 
-create or replace function pgque.send(
-  queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
-  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
-) returns bigint
-language sql as $$
-  select case
-    when $5 is null and $6 is null and $7 is null and $8 is null then pgque._send($1, $2, $3::pg_catalog.text, $9, null, null, null, $4, null)
-    else pgque._send_as($1, $2, $3::pg_catalog.text, null, $4, $5, $6, $7, $8, $9)
-  end
-$$;
-comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends one JSON value as a message and returns its id. The payload is stored in canonical form. The options and the errors are those of a text.';
-
-create or replace function pgque.send(
-  queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
-  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
-) returns bigint
-language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
-comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends bytes as one message and returns its id. Consumers get the bytes in payload_bytes, and payload is NULL. The options and the errors are '
-  'those of a text.';
-
--- Appends one event for each element with one statement, and returns ids in input
--- order.  Taking the ids first is faster than returning them from the insert.
-create or replace function pgque._send_many(queue_name text, type_name text, payloads text[], caller pgque.caller default current_user) returns bigint[]
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+-- Returns the lanes of a consumer's messages that came from the log and are leased.
+create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_txid  xid8;
-  v_id    int;
-  v_seq   regclass;
-  v_ids   bigint[];
+  v_held   record;
+  v_some   text[];
+  v_lanes  text[] := '{}';
 begin
-  if pgque._no_payloads($1, cardinality($3)) then
-    return '{}';
+  for v_held in select h.lease, h.settled from pgque._held(p_sub.sub_id) h loop
+    v_some := (v_held.lease).pos_keys;
+    if v_held.settled > 0 then
+      execute pg_catalog.format('select array_agg(pgque._lane($1, e.ev_key, e.ev_extra1)) from (%s) e', pgque._unsettled_sql(p_sub, v_held.lease))
+      into v_some using p_sub;
+    end if;
+    v_lanes := v_lanes || v_some;
+  end loop;
+  return array_remove(v_lanes, null);
+end
+$$;
+
+-- With keyed order: returns the first message of each lane in the retry queue that has
+-- none leased, if it is due.  It reads the messages that are due.  If these are many,
+-- and most are not the first of their lane, it reads each lane, and the messages
+-- without one.
+create or replace function pgque._heads_of_lanes(
+  p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_from timestamptz default '-infinity'
+)
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_out    text[];
+  v_lanes  text[];
+  v_free   bigint[];   -- messages without a lane
+  v_count  bigint;
+begin
+  -- The leased message of a lane may have been sent later than the first one.
+  v_out := pgque._lanes_out(p_sub) || array(
+    select r.ev_lane from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > p_now and r.ev_lane is not null);
+  select count(*), pg_catalog.array_agg(distinct r.ev_lane) filter (where r.ev_lane is not null), pg_catalog.array_agg(r.ev_id) filter (where r.ev_lane is null)
+  into v_count, v_lanes, v_free
+  from (
+    select r.ev_id, r.ev_lane from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000) r;
+  if v_count = 1000 then
+    v_lanes := array(
+      with recursive lane (lane) as (
+        (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
+        union all
+        select (
+          select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane > l.lane order by r.ev_lane limit 1)
+        from lane l
+        where l.lane is not null
+      )
+      select l.lane from lane l where l.lane is not null);
+    v_free := array(
+      select r.ev_id from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now
+      order by r.ev_retry_after
+      limit 1000);
   end if;
-  v_txid := pgque._sender_xid();
-  select q.queue_id, q.queue_event_seq into v_id, v_seq
-  from pgque.queue q
-  where q.queue_name = $1 collate "default" and q.queue_open
-    and case
-      when caller = current_user collate "C" or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
-        then q.queue_max_depth = 0 or pgque._room(q, cardinality($3))
-    end;
-  if found then
-    v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
-    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_expires)
-    select q.slot, p.id, q.at, v_txid, $2, p.payload, q.ends
+  -- One index lookup for each key and for each message, whatever the planner expects.
+  return array(
+    select pgque._slim_waiting(r)
     from (
-      select q.queue_id * 3 + q.queue_cur_table as slot, pgque.clock() as at, pgque._expires(q) as ends
-      from pgque.queue q
-      where q.queue_id = v_id and q.queue_open
-      offset 0
-    ) q, unnest($3, v_ids) p (payload, id);
-    if found then
-      return v_ids;
-    end if;
-  end if;
-  return pgque._send_many(pgque._need_open($1, caller), $2, $3);
+      select r.*
+      from (
+        select h.place
+        from (select pg_catalog.unnest(v_lanes) except select pg_catalog.unnest(v_out)) l (lane)
+        cross join lateral (
+          select h.ctid as place from pgque.retry_queue h where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane order by h.ev_id limit 1) h
+        union all
+        select f.place
+        from pg_catalog.unnest(v_free) i (id)
+        cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner + 0 = p_sub.sub_id and f.ev_id = i.id offset 0) f
+      ) found
+      join pgque.retry_queue r on r.ctid = found.place
+      where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+      order by r.ev_batch is null, r.ev_id
+      limit p_max
+      for update of r skip locked
+    ) r);
 end
 $$;
-
--- Returns whether there is nothing to send; PQ005 for a null array.
-create or replace function pgque._no_payloads(p_queue text, p_count int) returns boolean
-language plpgsql as $$
-begin
-  if p_count is null then
-    perform pgque._fail('PQ005', pg_catalog.format('payloads for queue %s must not be null', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      'Pass an array; an empty one sends nothing.');
-  end if;
-  return p_count = 0;
-end
-$$;
-
-create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
-language sql as $$ select pgque._send_many($1, 'default', $2) $$;
-comment on function pgque.send_batch(text, text[]) is
-  'Sends many texts of type default without options, all or none, and returns their ids in the order of payloads. Errors: PQ001 no such queue; '
-  'PQ003 the queue is full; PQ005 payloads is NULL; PQ013 the queue is paused.';
-
-create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
-language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
-comment on function pgque.send_batch(text, jsonb[]) is
-  'Sends many JSON values of type default without options, all or none, and returns their ids in the order of payloads. Errors: PQ001 no such '
-  'queue; PQ003 the queue is full; PQ005 payloads is NULL; PQ013 the queue is paused.';
-
-create or replace function pgque.send_batch(
-  queue_name text, type_name text, payloads text[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
-  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
-) returns bigint[]
-language sql as $$
-  select case
-    when $4 is null and $5 is null and $6 is null and $7 is null and $8 is null and $9 is null then pgque._send_many($1, $2, $3)
-    when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}'
-    else pgque._send_all($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
-  end
-$$;
-comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many texts, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL; their '
-  'meaning is that of send(). Errors: those of send(); PQ005 also for an array of another length.';
-
-create or replace function pgque.send_batch(
-  queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
-  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
-) returns bigint[]
-language sql as $$
-  select case
-    when $4 is null and $5 is null and $6 is null and $7 is null and $8 is null and $9 is null then pgque._send_many($1, $2, $3::pg_catalog.text[])
-    when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}'
-    else pgque._send_all($1, $2, $3::pg_catalog.text[], null, $4, $5, $6, $7, $8, $9)
-  end
-$$;
-comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many JSON values, all or none, and returns their ids in the order of payloads. The options and the errors are those of texts.';
-
-create or replace function pgque.send_batch(
-  queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
-  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
-) returns bigint[]
-language sql as $$
-  select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
-$$;
-comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many messages of bytes, all or none, and returns their ids in the order of payloads. The options and the errors are those of texts.';
-
--- Of two senders with one key, the second waits.  If its snapshot does not show the
--- message of the first, it gets 40001.
-create or replace function pgque.send_idem(
-  queue text, type text, payload text, idem_key text,
-  ttl interval default '1 hour', partition_key text default null, caller pgque.caller default current_user,
-  out event_id bigint, out deduped boolean
-)
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'produce');
-  v_last   pgque.idempotency;
-  v_leaf   int;
-begin
-  if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
-    perform pgque._fail('PQ005', format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
-      'Pass such a key and ttl. To send without a key, use pgque.send().');
-  end if;
-  perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
-  v_leaf := pgque._idem_leaf();
-  select k.* into v_last
-  from pgque.idempotency k
-  where k.idem_queue = v_queue.queue_id and k.idem_key = $4
-  order by k.idem_n desc
-  limit 1;
-  if v_last.idem_expires > pgque.clock() then
-    event_id := v_last.idem_ev_id;
-    deduped := true;
-    return;
-  end if;
-  event_id := pgque._send(v_queue.queue_name, $2, $3, $6, null, null, null, null, null);
-  deduped := false;
-  insert into pgque.idempotency (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires, leaf)
-  select v_queue.queue_id, $4, coalesce(v_last.idem_n, 0) + 1, event_id, pgque.clock() + $5, l.leaf
-  from unnest(pgque._leaves_for(v_leaf)) l (leaf);
-exception
-  when unique_violation then
-    perform pgque._fail('serialization_failure', format('the idempotency key %L of queue %I was used since this transaction began', $4, v_queue.queue_name),
-      'Retry the transaction.');
-end
-$$;
-comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
-  'Sends one message unless one with the same idem_key was sent to the queue within its ttl. Returns event_id and deduped: if deduped is true, '
-  'nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in extra1. Errors: '
-  'PQ001 no such queue; PQ005 no key, or ttl is not positive or above 100 years; PQ013 the queue is paused.';
-
--- Returns the leaf of the idempotency keys that is written; see _journal_leaf().
-create or replace function pgque._idem_leaf() returns int
-language plpgsql as $$
-declare
-  v_leaf  int;
-begin
-  perform pgque._journal_leaf();
-  select j.journal_idem_cur into v_leaf from pgque.journal j where j.journal_id = 1;
-  return v_leaf;
-end
-$$;
-
-create or replace function pgque.send_idem(
-  queue text, type text, payload jsonb, idem_key text,
-  ttl interval default '1 hour', partition_key text default null,
-  out event_id bigint, out deduped boolean
-)
-language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
-comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
-  'Sends one JSON value unless a message with the same idem_key was sent to the queue within its ttl. The result, the options and the errors are '
-  'those of a text.';
-
-create or replace function pgque.current_event_table(queue_name text) returns text
-language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-  select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
-$$;
-comment on function pgque.current_event_table(text) is
-  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. With its column defaults, a row of ev_type and '
-  'ev_data is a complete event. Call it again in each transaction: rotation changes the table. If an ev_id was taken in an earlier transaction, a '
-  'tick may cover its row up to a minute later. Errors: PQ001 no such queue.';
 -- ---------------------------------------------------------------------------
--- sink: INSERT, COPY and Spark send
+-- expiry: messages that are not delivered after a time (ttl)
 -- ---------------------------------------------------------------------------
 
--- Two views that turn rows into messages.  They are views because a writer that
--- overwrites would drop a table and create it again.  Their columns are text where a
--- driver has strings.  sink has the options of send() by a trigger; sink_bulk takes
--- plain messages by a rule, which is faster.
--- Their column queue has a domain type.  Under session_replication_role = replica,
--- neither rules nor triggers of a view fire, and a view cannot have triggers that
--- always fire.  So a row would be lost silently: the check of the domain refuses it.
-do $$
-begin
-  if to_regtype('pgque.sink_queue') is null then
-    create domain pgque.sink_queue as text
-      constraint session_replication_role_is_not_replica check (pg_catalog.current_setting('session_replication_role') <> 'replica');
-    revoke usage on type pgque.sink_queue from public;
-  end if;
-  create or replace view pgque.sink as
-    select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
-      null::text as partition_key, null::text as sink_id, null::bigint as epoch, null::int as part, null::int as parts,
-      null::text as key, null::text as delay, null::timestamptz as deliver_at, null::text as ttl
-    where false;
-  create or replace view pgque.sink_bulk as
-    select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers
-    where false;
-end
-$$;
-comment on view pgque.sink is
-  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text '
-  'of a JSON object), partition_key; key, delay, deliver_at, ttl as in send(). delay and ttl are texts of intervals; a number is seconds. With '
-  'sink_id, epoch and part, rows of a part are left out if another transaction has already written that part of the epoch. parts, if given, must '
-  'be the same each time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 under '
-  'session_replication_role = replica, where the view cannot send.';
-comment on view pgque.sink_bulk is
-  'Sends one message for each row as pgque.sink does, for plain messages: by a rewrite rule, and so about twice as fast. Columns: queue, type, '
-  'payload, headers.';
+-- The rest of the engine handles expiry in these places:
+--   * Sending stores the time (_expires()), and notes that the queue has such messages.
+--   * _sift() and _weed(), which choose messages, leave out those that have expired.
+--   * maint() deletes them (maint_expire()).
 
--- Returns the table for a message of this queue, for a statement that found the queue
--- closed or not at all.  Raises PQ001 or PQ013, or repairs a queue that came out of a
--- dump.  A queue that was created after the statement began does not exist for it yet.
-create or replace function pgque._open_slot(p_queue text, p_seen boolean) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  if not p_seen then
-    perform pgque._no_queue(p_queue);
-  end if;
-  perform pgque._need_open(p_queue);
-  return (select q.queue_id * 3 + q.queue_cur_table from pgque.queue q where q.queue_name = p_queue);
-end
-$$;
-
--- Returns whether a queue with max_depth has room for one more row of a statement;
--- PQ003 if not.  A random number stands for the statement.  The id up to which there is
--- room is computed once, and again when other sessions have used these ids.
-create or replace function pgque._sink_room(p_queue_id int, p_statement uuid) returns boolean
-language plpgsql strict security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_name   text := 'pgque.room_' || p_queue_id;
-  v_known  text := current_setting(v_name, true);
-  v_queue  pgque.queue;
-  v_last   bigint;
-begin
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
-  if not found then
-    return false;
-  end if;
-  v_last := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
-  if (starts_with(v_known, p_statement::text) and v_last < substr(v_known, 37)::bigint) is not true then
-    perform set_config(v_name, p_statement::text || (v_last + pgque._room_left(v_queue, 1)), true);
-  end if;
-  return true;
-end
-$$;
-
--- The rule has no condition: with one, the server would run the source of the rows
--- twice.  Each column of a row is named once, since an expression in VALUES replaces
--- its name, and would run as often as it is named.
--- The lookup is lateral, so that rows keep their order.  It is cached for the rows of
--- one queue, so the limit is checked outside of it.  A row without an open queue is
--- left to _open_slot(), or it would be lost silently.  The functions run with the
--- rights of the inserting role.  The transaction has its id before it draws that of a
--- message, see _span_xids().
-create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
-  select coalesce(case when q.limited is null or pgque._sink_room(q.limited, (select pg_catalog.gen_random_uuid())) then q.slot end,
-      pgque._open_slot(n.queue, q.event_seq is not null)),
-    case when pg_catalog.pg_current_xact_id() is not null then pg_catalog.nextval(q.event_seq) end, pgque.clock(), pg_catalog.pg_current_xact_id(),
-    coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers), q.ends
-  from (select new.queue, new.type, new.payload, new.headers offset 0) n
-  left join lateral (
-    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
-      case when q.queue_max_depth > 0 then q.queue_id end as limited,
-      case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
-    from pgque.queue q
-    where q.queue_name = n.queue
-    offset 0
-  ) q on true;
-
--- COPY ignores rules and fires triggers.
-create or replace function pgque._sink_bulk_row() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, null, null, null, null, pgque._headers(new.queue, new.headers), null);
-  return new;
-end
-$$;
-
--- Returns a text of a sink as an interval, or raises PQ005.
-create or replace function pgque._sink_interval(p_queue text, p_column text, p_text text) returns interval
-language plpgsql strict stable set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  return p_text::interval;
-exception
-  when data_exception then
-    perform pgque._fail('PQ005', format('the %s of a message for queue %I is not an interval', p_column, p_queue),
-      'Pass an interval such as 30 (seconds) or ''1 hour 30 minutes''.', left(p_text, 200));
-end
-$$;
-
--- Sends one row of sink, unless it belongs to a part of an epoch that another
--- transaction wrote.  Rows with options are rare.  Others are stored here, which is
--- faster.  A row without an open queue with room is left to _send().
-create or replace function pgque._sink_row() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_txid  xid8 := pg_current_xact_id();
-begin
-  if num_nonnulls(new.sink_id, new.epoch, new.part, new.parts, new.payload_bytes, new.key, new.delay, new.deliver_at, new.ttl) > 0 then
-    if new.sink_id is not null then
-      if not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
-        return null;
-      end if;
-    elsif num_nonnulls(new.epoch, new.part, new.parts) > 0 then
-      -- Without the name of its sink a replay would be sent twice.
-      perform pgque._fail('PQ005', format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'),
-          coalesce(new.part::text, 'null'), coalesce(quote_ident(new.queue), 'null')),
-        'Set sink_id too. For messages that are not replayed, leave out sink_id, epoch, part and parts.');
-    end if;
-    if new.payload is not null and new.payload_bytes is not null then
-      perform pgque._send(new.queue, new.type, new.payload, null, null, null, null, null, new.payload_bytes);
-    end if;
-    if num_nonnulls(new.key, new.delay, new.deliver_at, new.ttl) > 0 then
-      perform pgque._send_as(new.queue, coalesce(new.type, 'default'), new.payload, new.payload_bytes, pgque._headers(new.queue, new.headers),
-        new.key, pgque._sink_interval(new.queue, 'delay', new.delay), new.deliver_at, pgque._sink_interval(new.queue, 'ttl', new.ttl),
-        new.partition_key);
-      return new;
-    end if;
-  end if;
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
-  select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
-    new.payload, new.partition_key, pgque._headers(new.queue, new.headers), new.payload_bytes,
-    case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
-  from pgque.queue q
-  where q.queue_name = new.queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1));
-  if not found then
-    perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, new.partition_key, null, null, null,
-      pgque._headers(new.queue, new.headers), new.payload_bytes);
-  end if;
-  return new;
-end
-$$;
-
-create or replace trigger sink_row instead of insert on pgque.sink
-  for each row execute function pgque._sink_row();
-create or replace trigger sink_bulk_row instead of insert on pgque.sink_bulk
-  for each row execute function pgque._sink_bulk_row();
-
--- Refuses an epoch with PQ016.
-create or replace function pgque._refuse_epoch(p_sink text, p_epoch bigint, p_why text, p_hint text) returns void
-language plpgsql as $$
-begin
-  perform pgque._fail('PQ016', pg_catalog.format('epoch %s of sink %s: %s', coalesce(p_epoch::text, 'null'), coalesce(pg_catalog.quote_ident(p_sink), 'null'), p_why),
-    p_hint);
-end
-$$;
-
--- Checks the name of an epoch and refuses one that is older than the sink's newest: it
--- is no replay, whose rows may be left out.
-create or replace function pgque._check_epoch(p_sink text, p_epoch bigint) returns void
+create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_newest  bigint;
 begin
-  if coalesce(p_sink, '') = '' or pg_catalog.octet_length(p_sink) > 200 or p_sink ~ '[[:cntrl:]]' or p_epoch < 0 then
-    perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
-      'Pass a sink_id of 1 to 200 printable characters, and an epoch from 0.');
-  end if;
-  v_newest := (select max(e.epoch) from pgque.sink_epoch e where e.sink_id = p_sink);
-  if v_newest > p_epoch then
-    perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('it is older than the newest epoch %s', v_newest),
-      'Give the new query another sink_id. Epochs start from 0 again when a checkpoint is deleted.');
-  end if;
+  return p_queue.queue_expiring or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'ttl');
 end
 $$;
 
--- Locks a part of an epoch until the transaction ends; the whole and its list of
--- servers have one lock.
-create or replace function pgque._lock_epoch(p_sink text, p_epoch bigint, p_part int) returns void
-language plpgsql as $$
-begin
-  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.sink'),
-    pg_catalog.hashtext(pg_catalog.concat_ws(' ', p_epoch, greatest(p_part, -1), p_sink)));
-end
+-- Notes the same for a queue whose setting message_ttl was changed, so that its row is
+-- locked.
+create or replace function pgque._note_expiring(p_queue_id int) returns void
+language sql volatile as $$
+  update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
+  where q.queue_id = p_queue_id and q.queue_message_ttl > '0' and not q.queue_expiring
 $$;
 
--- Stores a part of an epoch if it is not stored yet, and returns the stored row.  Part
--- -1 is the whole epoch, part -2 the list of servers that it is spread over.  Sessions
--- that store the same part wait for each other.  A snapshot that is older than the
--- stored row gets 40001, in whichever leaf the row is.
-create or replace function pgque._claim_epoch(
-  p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, p_servers text[] default null, out claim pgque.sink_epoch, out is_new boolean
-)
-language plpgsql set enable_seqscan = off set jit = off as $$
+-- Returns when a message that is sent now expires; null means never.
+create or replace function pgque._expires(p_queue pgque.queue, p_ttl interval default null) returns timestamptz
+language sql volatile as $$
+  select case when coalesce(p_ttl, p_queue.queue_message_ttl) > '0' then pgque.clock() + coalesce(p_ttl, p_queue.queue_message_ttl) end
+$$;
+
+create or replace function pgque._expire_messages(p_queue_id int) returns bigint
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
-  v_leaf          int;
-  v_other         text;
-begin
-  if not p_once then
-    perform pgque._lock_epoch(p_sink, p_epoch, p_part);
-  end if;
-  -- Takes the share lock of an old snapshot: 40001 if the leaves rotated since, and
-  -- older epochs may have been deleted.
-  perform pgque._journal_leaf();
-  perform pgque._check_epoch(p_sink, p_epoch);
-  select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s',
-    coalesce(e.parts::text, 'any number of'), coalesce(p_parts::text, 'any number')) end
-  into v_other
-  from pgque.sink_epoch e
-  where e.sink_id = p_sink and e.epoch = p_epoch and p_part > -2 and e.part > -2 and (e.parts is distinct from p_parts or (e.part = -1) <> (p_part = -1))
-  limit 1;
-  if found then
-    perform pgque._refuse_epoch(p_sink, p_epoch, 'it was written ' || v_other,
-      'Call repartition() before the write, since a replay must have the partitions of the first run. Or use format("pgque"), which works with any partitions.');
-  end if;
-  select e.* into claim
-  from pgque.sink_epoch e
-  where e.sink_id = p_sink and e.epoch = p_epoch and e.part = p_part;
-  is_new := not found;
-  if not is_new then
-    return;
-  end if;
-  v_leaf := coalesce((select j.journal_epoch_cur from pgque.journal j), 0);
-  with new as (
-    insert into pgque.sink_epoch (sink_id, epoch, part, parts, once, servers, servers_by, leaf)
-    select p_sink, p_epoch, p_part, p_parts, p_once, p_servers, case when p_part = -2 then session_user end, l.leaf from pg_catalog.unnest(pgque._leaves_for(v_leaf)) l (leaf)
-    on conflict do nothing
-    returning *
-  )
-  select n.* into claim from new n limit 1;
-end
-$$;
-
--- Returns whether this transaction writes this part of an epoch.  The first transaction
--- that claims a part writes all of it, and the others leave out all of it.  The parts
--- that a session wrote or left out are kept in a setting, one line each and the newest
--- first: the part, the transaction's id, whether it writes.  If a session has rows of
--- one part in two transactions, it commits after every statement, and the part could be
--- incomplete: so it is refused.  A transaction that ended with ROLLBACK PREPARED does not
--- count: the setting is not rolled back with it.
-create or replace function pgque._claim_part(p_sink text, p_epoch bigint, p_part int, p_parts int) returns boolean
-language plpgsql as $$
-declare
-  v_part     text := pg_catalog.concat(e'\n', p_epoch, ' ', p_part, ' ', p_sink, e'\t');
-  v_line     text := v_part || pg_catalog.pg_current_xact_id()::text;
-  v_touched  text := coalesce(pg_catalog.current_setting('pgque.sink_parts', true), '');
-  v_claim    pgque.sink_epoch;
-  v_writes   boolean;
-  v_xid      text;
-begin
-  if pg_catalog.starts_with(v_touched, v_line || '+') then
-    return true;
-  elsif pg_catalog.starts_with(v_touched, v_line || '-') then
-    return false;
-  elsif (p_epoch >= 0 and p_part >= 0 and (p_parts is null or p_part < p_parts)) is not true then
-    perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s, part %s of %s do not name a part of an epoch', pg_catalog.left(p_sink, 200),
-        coalesce(p_epoch::text, 'null'), coalesce(p_part::text, 'null'), coalesce(p_parts::text, 'any number')),
-      'Pass epoch and part from 0. parts, if given, is the number of parts.');
-  end if;
-  v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
-  -- A row that came out of a dump may name the same transaction, but another session.
-  v_writes := (v_claim.txid = pg_catalog.pg_current_xact_id() and v_claim.session = pgque._session()) is true;
-  v_xid := pg_catalog.substring(pg_catalog.split_part(v_touched, v_part, 2), '^([0-9]{1,19})[+-]');
-  if not v_writes and v_claim.session = pgque._session()
-    or pg_catalog.strpos(v_touched, v_part) > 0 and pg_catalog.strpos(v_touched, v_line) = 0
-      and pg_catalog.pg_xact_status(v_xid::xid8) is distinct from 'aborted'
-  then
-    perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('part %s comes in more than one transaction', p_part),
-      'Write each part in one transaction: with JDBC, any isolationLevel but NONE.');
-  end if;
-  perform pg_catalog.set_config('pgque.sink_parts',
-    v_line || case when v_writes then '+' else '-' end || pg_catalog.left(v_touched, 10000), false);
-  return v_writes;
-end
-$$;
-
--- Returns the leaf that takes staged rows.
-create or replace function pgque._sink_leaf() returns int
-language sql stable as $$ select s.last_value::int from pgque.sink_leaf s $$;
-
-create or replace function pgque.sink_begin(sink_id text, epoch bigint, out attempt uuid, out stage text)
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_leaf  int := pgque._sink_leaf();
-begin
-  perform pgque._check_epoch($1, $2);
-  attempt := gen_random_uuid();
-  stage := 'pgque.sink_stage_' || v_leaf;
-  insert into pgque.sink_attempt (attempt, sink_id, epoch, started_at, leaf) select attempt, $1, $2, pgque.clock(), v_leaf;
-end
-$$;
-comment on function pgque.sink_begin(text, bigint) is
-  'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
-  'attempt and n = 0, 1, 2, ... in the order of sending. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count '
-  'from sink_commit(). Nothing is sent before that call. epoch NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 '
-  'the epoch is older than the sink''s newest.';
-
--- Returns the attempts of both leaves.
-create or replace function pgque._attempts() returns setof pgque.sink_attempt
-language sql stable as $$
-  select distinct on (a.attempt) a.* from pgque.sink_attempt a
-$$;
-
--- Returns the rows that attempts staged, with their order in the epoch, in pieces that
--- arrays can hold: of 1,000 rows, and of 16 MB or one row more.  Rows that were staged
--- for another epoch are left out.
-create or replace function pgque._staged(p_sink text, p_epoch bigint, p_attempts uuid[])
-returns table (at bigint, piece bigint[], queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
-  deliver_at timestamptz, ttl text)
-language sql stable as $$
-  select pg_catalog.row_number() over w,
-    array[pg_catalog.row_number() over w / 1000,
-      pg_catalog.sum(coalesce(pg_catalog.octet_length(s.payload), pg_catalog.octet_length(s.payload_bytes), 0)
-        + coalesce(pg_catalog.octet_length(s.headers::text), 0)) over w / 16777216],
-    s.queue, coalesce(s.type, 'default'), s.payload, s.headers, s.payload_bytes, s.partition_key,
-    s.key, s.delay, s.deliver_at, s.ttl
-  from (
-    select u.attempt, min(u.n) as n
-    from pg_catalog.unnest(p_attempts) with ordinality u (attempt, n)
-    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = p_sink and a.epoch is not distinct from p_epoch)
-    group by u.attempt
-  ) a
-  join pgque.sink_stage s on s.attempt = a.attempt
-  window w as (order by a.n, s.n)
-$$;
-
--- Sends staged rows of which some have options, as send_batch() does.  All keys
--- are locked before the first row, so that two epochs cannot wait for each other.
-create or replace function pgque._send_staged(p_sink text, p_epoch bigint, p_attempts uuid[]) returns bigint
-language plpgsql as $$
-declare
-  v_rows   record;
+  v_gone   record;
   v_count  bigint := 0;
 begin
-  perform pgque._lock_keys(k.queue_id, k.keys)
-  from (
-    select q.queue_id, pg_catalog.array_agg(distinct s.key) as keys
-    from pgque._staged(p_sink, p_epoch, p_attempts) s
-    join pgque.queue q on q.queue_name = s.queue
-    where s.key is not null
-    group by q.queue_id
-    order by q.queue_id
-  ) k;
-  for v_rows in
-    select s.queue, pg_catalog.array_agg(s.type order by s.at) as types, pg_catalog.array_agg(s.payload order by s.at) as data,
-      pg_catalog.array_agg(s.payload_bytes order by s.at) as bytes, pg_catalog.array_agg(s.headers order by s.at) as headers,
-      pg_catalog.array_agg(s.key order by s.at) as keys, pg_catalog.array_agg(pgque._sink_interval(s.queue, 'delay', s.delay) order by s.at) as delays,
-      pg_catalog.array_agg(s.deliver_at order by s.at) as deliver_ats,
-      pg_catalog.array_agg(pgque._sink_interval(s.queue, 'ttl', s.ttl) order by s.at) as ttls,
-      pg_catalog.array_agg(s.partition_key order by s.at) as partition_keys
-    from pgque._staged(p_sink, p_epoch, p_attempts) s
-    group by s.queue, s.piece
-    order by s.queue, s.piece
+  for v_gone in
+    -- Materialized, or the subquery may run once for each row of the retry queue.
+    with found as materialized (
+      -- A message with a key that waits for its first delivery may have a newer body.
+      select e.ctid from pgque.retry_queue e
+      where e.ev_queue = p_queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+        and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
+      for update skip locked
+    ),
+    gone as (
+      delete from pgque.retry_queue r using found f
+      where r.ctid = f.ctid
+      returning r.ev_owner
+    )
+    select g.ev_owner, count(*) as n from gone g group by g.ev_owner
   loop
-    perform pgque._send_rows(pgque._queue(v_rows.queue), v_rows.types, v_rows.data, v_rows.bytes, v_rows.headers, v_rows.keys, v_rows.delays,
-      v_rows.deliver_ats, v_rows.ttls, v_rows.partition_keys);
-    v_count := v_count + pg_catalog.cardinality(v_rows.types);
+    perform pgque._tally(p_queue_id, v_gone.ev_owner, 'expired', v_gone.n);
+    v_count := v_count + v_gone.n;
   end loop;
   return v_count;
 end
 $$;
 
--- The servers that an epoch is spread over; null if it is not.
-create or replace function pgque._epoch_servers(p_sink text, p_epoch bigint) returns text[]
-language plpgsql set enable_seqscan = off set jit = off as $$
+create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_count  bigint := pgque._expire_messages(v_queue.queue_id);
 begin
-  return (select e.servers from pgque.sink_epoch e where e.sink_id = p_sink and e.epoch = p_epoch and e.part = -2 limit 1);
+  perform pgque._did('expire_messages', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  return v_count;
 end
 $$;
+comment on function pgque.expire_messages(text, pgque.caller) is
+  'Deletes expired messages from the retry queue now, and returns their number. Expired messages in the log are never delivered and need no call.';
 
-create or replace function pgque.sink_servers(sink_id text, epoch bigint, servers text[]) returns text[]
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
+create or replace function pgque._delete_expired(p_queue_id int) returns bigint
+language plpgsql as $$
 declare
-  v_claim  pgque.sink_epoch;
+  v_count  bigint;
 begin
-  perform pgque._need_read_committed('sink_servers');
-  if $2 is null or coalesce(cardinality($3), 0) = 0 or cardinality($3) <> (select count(distinct s.name) from unnest($3) s (name)) then
-    perform pgque._fail('PQ005', format('sink_servers of sink %L needs an epoch and a list of different servers', left($1, 200)),
-      'select pgque.sink_servers(''nightly'', 7, array[''db1:5432/app'', ''db2:5432/app'']);');
-  end if;
-  perform pgque._lock_epoch($1, $2, -2);
-  if pgque._epoch_servers($1, $2) is null and exists (select from pgque.sink_epoch e where e.sink_id = $1 and e.epoch = $2) then
-    return '{}';
-  end if;
-  v_claim := (pgque._claim_epoch($1, $2, -2, null, false, $3)).claim;
-  -- The caller connects to these servers with its password, and writes to them.
-  if v_claim.servers_by <> session_user then
-    perform pgque._refuse_epoch($1, $2, format('its list of servers was stored by role %I, and is not for role %I', v_claim.servers_by, session_user),
-      'Repeat it as the role that began it, or give the new query another sink_id.');
-  end if;
-  return v_claim.servers;
-end
-$$;
-comment on function pgque.sink_servers(text, bigint, text[]) is
-  'Stores the list of servers that an epoch is spread over, and returns the stored list, which is that of the first call. Call it with the same list on '
-  'each server of the list, in the order of their names, before anything is committed; if a server returns another list, begin again with that list. An '
-  'empty list is returned if this epoch was committed without a list: then the whole epoch is on this server. Errors: PQ005 no epoch, an empty list, or a '
-  'server twice; PQ016 the epoch is older than the sink''s newest, or another role stored its list; 25000 not READ COMMITTED.';
-
-create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint, servers text[] default null) returns text
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-declare
-  v_txid     xid8 := pg_current_xact_id();
-  v_new      bigint;
-  v_all      bigint := 1;
-  v_count    bigint;
-  v_options  boolean;
-begin
-  perform pgque._need_read_committed('sink_commit');
-  perform pgque._check_epoch($1, $2);
-  if $2 is not null then
-    v_new := (pgque._claim_epoch($1, $2, -1, null, false)).is_new::int;
-    if pgque._epoch_servers($1, $2) is distinct from $5 then
-      perform pgque._refuse_epoch($1, $2, format('it is spread over %s, not over %s',
-          coalesce('the servers ' || array_to_string(pgque._epoch_servers($1, $2), ', '), 'this server alone'),
-          coalesce('the servers ' || array_to_string($5, ', '), 'this server alone')),
-        'Repeat it as it was begun: a stream of Spark keeps option servers until its micro-batch is complete.');
-    end if;
-  else
-    -- Each attempt counts once.
-    perform pg_advisory_xact_lock(hashtext('pgque.sink'), hashtext($1));
-    select count(*), count(*) filter (where c.is_new) into v_all, v_new
-    from (select distinct unnest($3) as id order by 1) a
-    cross join lateral pgque._claim_epoch(a.id::text, 0, -1, null, true) c;
-  end if;
-  if v_new = 0 and v_all > 0 then
-    return 'duplicate';
-  end if;
-  -- Compaction moves rows from leaf to leaf.
-  lock table pgque.sink_attempt, pgque.sink_stage in access share mode;
-  -- Before anything is stored: so repeated calls for a full queue cost little.
-  perform pgque._room(q, s.count)
-  from (
-    select s.queue, count(*)
-    from pgque.sink_stage s
-    where s.attempt = any ($3) and s.key is null and exists (select from pgque.queue q where q.queue_max_depth > 0)
-    group by s.queue
-  ) s
-  join pgque.queue q on q.queue_name = s.queue
-  where q.queue_max_depth > 0 and q.queue_open;
-  v_options := exists (
-    select from pgque.sink_stage s
-    where s.attempt = any ($3) and (s.key is not null or s.delay is not null or s.deliver_at is not null or s.ttl is not null));
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
-  select coalesce(q.slot, pgque._open_slot(s.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
-    coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes, q.ends
-  from (
-    select u.attempt
-    from unnest($3) with ordinality u (attempt, n)
-    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = $1 and a.epoch is not distinct from $2)
-    group by u.attempt
-    order by min(u.n)
-    offset 0
-  ) a
-  cross join lateral (
-    select * from pgque.sink_stage s where s.attempt = a.attempt order by n
-  ) s
-  -- With this detour the planner caches the lookup for the rows of one queue.
-  cross join lateral (select s.queue offset 0) n
-  left join lateral (
-    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
-      case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
-    from pgque.queue q
-    where q.queue_name = n.queue
-    offset 0
-  ) q on true
-  where v_new = v_all and not v_options;
+  delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id and d.ev_expires <= pgque.clock() and not d.dl_held and d.dl_forward is null;
   get diagnostics v_count = row_count;
-  if v_new = v_all and v_options then
-    v_count := pgque._send_staged($1, $2, $3);
-  end if;
-  if v_count is distinct from $4 then
-    perform pgque._refuse_epoch($1, $2, format('%s rows are staged, not %s', v_count, coalesce($4::text, 'null')),
-      'Write the epoch again. Nothing was sent. Staged rows are kept for a day.');
-  end if;
-  return 'applied';
-end
-$$;
-comment on function pgque.sink_commit(text, bigint, uuid[], bigint, text[]) is
-  'Sends the messages that these attempts staged, in one transaction and so in one tick. Returns applied, or duplicate if the sink committed this '
-  'epoch before; then nothing is sent. row_count: the number of messages that must be staged. servers: what sink_servers() returned, if the epoch is spread over several servers. Attempts of the epoch that are not named are invalid '
-  'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
-  'is paused; PQ005 invalid option; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
-
--- Returns the attempts that may still be committed.
-create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
-language sql stable as $$
-  select a.*
-  from pgque._attempts() a
-  where a.started_at > pgque.clock() - interval '1 day'
-    and not exists (
-      select
-      from pgque.sink_epoch e
-      where e.part = -1 and e.epoch >= coalesce(a.epoch, 0)
-        and e.sink_id = case when a.epoch is null then a.attempt::text else a.sink_id end)
-$$;
-
--- Deletes staged rows.  The other leaf is emptied under its lock, if that is free,
--- after the rows that may still be committed were copied to the current one.  The
--- leaves rotate when the current one is large, or has had nothing to keep for a minute.
-create or replace function pgque._compact_stage() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_cur   int := pgque._sink_leaf();
-  v_live  bigint;
-  v_all   bigint;
-  v_last  timestamptz;
-begin
-  if pg_relation_size('pgque.sink_stage_' || (1 - v_cur)) + pg_relation_size('pgque.sink_attempt_' || (1 - v_cur)) > 0 then
-    execute format('lock table pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s in access exclusive mode nowait', 1 - v_cur);
-    insert into pgque.sink_attempt (attempt, sink_id, epoch, started_at, leaf)
-    select a.attempt, a.sink_id, a.epoch, a.started_at, v_cur from pgque._live_attempts() a
-    on conflict do nothing;
-    insert into pgque.sink_stage (attempt, n, queue, type, payload, headers, payload_bytes, partition_key, key, delay, deliver_at, ttl, leaf)
-    select s.attempt, s.n, s.queue, s.type, s.payload, s.headers, s.payload_bytes, s.partition_key, s.key, s.delay, s.deliver_at, s.ttl, v_cur
-    from pgque.sink_stage s
-    join pgque._live_attempts() a on a.attempt = s.attempt
-    where s.leaf = 1 - v_cur
-    on conflict do nothing;
-    execute format('truncate pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s', 1 - v_cur);
-    return 1;
-  end if;
-  execute format('select count(*), count(l.attempt), max(a.started_at) from pgque.sink_attempt_%s a left join pgque._live_attempts() l using (attempt)', v_cur)
-  into v_all, v_live, v_last;
-  if (v_live = 0 and v_last < pgque.clock() - interval '1 minute')
-    or (v_all >= 2 * v_live and pg_relation_size('pgque.sink_stage_' || v_cur) > case when v_all > 0 then 67108864 else 0 end)
-  then
-    perform setval('pgque.sink_leaf', 1 - v_cur);
-    return 1;
-  end if;
-  return 0;
-exception
-  when lock_not_available then
-    return 0;
+  return v_count;
 end
 $$;
 
--- Returns how long a committed epoch is kept.
-create or replace function pgque._epoch_life(p_once boolean) returns interval
-language sql immutable as $$ select case when p_once then interval '2 days' else interval '1 year' end $$;
-
--- Does the same for committed epochs.  The newest of each sink is kept.
-create or replace function pgque._compact_epochs() returns int
+create or replace function pgque.delete_expired(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_cur  int := (select j.journal_epoch_cur from pgque.journal j);
-  v_due  boolean := pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0;
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_count  bigint := pgque._delete_expired(v_queue.queue_id);
 begin
-  if not v_due and pg_relation_size('pgque.sink_epoch_' || v_cur) > 4194304 then
-    -- Worth it if half of the rows can be deleted.
-    execute format(
-      'select count(*) filter (where e.epoch < e.newest or e.committed_at <= pgque.clock() - pgque._epoch_life(e.once)) * 2 >= count(*)'
-      ' from (select e.*, max(e.epoch) over (partition by e.sink_id) as newest from pgque.sink_epoch_%s e) e', v_cur)
-    into v_due;
-  end if;
-  if not v_due then
+  perform pgque._did('delete_expired', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  return v_count;
+end
+$$;
+comment on function pgque.delete_expired(text, pgque.caller) is
+  'Deletes dead letters whose message has expired, and returns their number. Held ones (drop_policy hold) stay.';
+
+create or replace function pgque.maint_expire() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_config  pgque.config;
+  v_count   int := 0;
+begin
+  if pgque._is_loading() then
     return 0;
   end if;
-  perform from pgque.journal j where j.journal_epoch_cur = v_cur for no key update skip locked;
-  if not found then
-    return 0;
-  elsif pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0 then
-    v_cur := 1 - v_cur;
+  select c.* into v_config from pgque.config c;
+  if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.expire_ran'), 0)), v_config.expire_every) then
+    perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
+    v_count := coalesce((select sum(pgque._expire_messages(q.queue_id)) from pgque.queue q), 0);
+  end if;
+  if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
+    perform setval('pgque.delete_expired_ran', floor(extract(epoch from pgque.clock()))::bigint);
+    v_count := v_count + coalesce((select sum(pgque._delete_expired(q.queue_id)) from pgque.queue q), 0);
+  end if;
+  return v_count;
+end
+$$;
+comment on function pgque.maint_expire() is
+  'Part of maint(): runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed.';
+
+create or replace function pgque.set_schedule(job text, every text) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  perform pgque._init();
+  every := coalesce($2, case $1 when 'expire' then '00:01:00' else '' end);
+  if $1 = 'expire' then
+    update pgque.config c set expire_every = pgque._period(nullif($2, ''));
+  elsif $1 = 'delete_expired' then
+    update pgque.config c set delete_expired_every = pgque._period(nullif($2, ''));
   else
-    execute format('lock table pgque.sink_epoch_%s in access exclusive mode nowait', 1 - v_cur);
-    insert into pgque.sink_epoch (sink_id, epoch, part, parts, txid, session, once, committed_at, servers, servers_by, leaf)
-    select o.sink_id, o.epoch, o.part, o.parts, o.txid, o.session, o.once, o.committed_at, o.servers, o.servers_by, v_cur
-    from pgque.sink_epoch o
-    where o.leaf = 1 - v_cur and o.committed_at > pgque.clock() - pgque._epoch_life(o.once)
-      and o.epoch >= (select max(e.epoch) from pgque.sink_epoch e where e.sink_id = o.sink_id)
-    on conflict do nothing;
-    execute format('truncate pgque.sink_epoch_%s', 1 - v_cur);
+    raise data_exception using message = 'no such job';
   end if;
-  -- After either step a transaction with an old snapshot could miss an epoch: the
-  -- update of this row stops it.
-  update pgque.journal j set journal_epoch_cur = v_cur;
-  return 1;
+  perform pgque._did('set_schedule', null, jsonb_build_object('job', $1, 'every', $2));
+  return $2;
+exception
+  when data_exception or check_violation then
+    perform pgque._fail('PQ005', format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
+      'Use job expire or delete_expired, and an interval such as 5 minutes, or an empty text for off. The schedule is unchanged.',
+      sqlerrm);
+end
+$$;
+comment on function pgque.set_schedule(text, text) is
+  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages '
+  'from the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
+  'every: an interval. An empty string turns the job off, NULL restores its default. Errors: PQ005 invalid job or interval; the schedule is '
+  'unchanged then.';
+-- ---------------------------------------------------------------------------
+-- limits: max_depth and throughput_limit
+-- ---------------------------------------------------------------------------
+
+-- The rest of the engine handles limits in these places:
+--   * Sending asks _room(); the sinks too.
+--   * _turn(), with which a delivery begins, asks _paid_since().
+
+-- Returns whether a queue with max_depth has room for p_count more messages; PQ003 if
+-- not.
+create or replace function pgque._room(p_queue pgque.queue, p_count bigint) returns boolean
+language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
+
+-- Returns how many more messages a queue with max_depth takes; PQ003 if fewer than
+-- p_count.  Each message uses an id, and no consumer stands before queue_floor: so far
+-- from the limit, a subtraction is enough.
+-- Nearer to it the session remembers up to which id there is room: consumers only move
+-- forward.  The remembered value is not valid
+--   * after a change of the queue's row, such as another max_depth;
+--   * after _depth_grows(), or while a transaction that called it is open;
+--   * beyond a transaction with an old snapshot.
+-- The value has a seal, because every role can set it.
+create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
+language plpgsql as $$
+declare
+  v_last    bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0);
+  v_left    bigint := p_queue.queue_max_depth - (v_last - p_queue.queue_floor);
+  v_name    text;
+  v_known   text;
+  v_upto    text;
+  v_grown   bigint;
+  v_class   int;
+  v_steady  boolean;
+begin
+  if v_left >= p_count and v_last >= p_queue.queue_floor and not p_queue.queue_external_ticker
+    -- Delayed messages and retries may be older.
+    and not exists (select from pgque.retry_queue r where r.ev_queue = p_queue.queue_id and r.ev_id <= p_queue.queue_floor)
+  then
+    return v_left;
+  end if;
+  v_name := 'pgque.depth_' || p_queue.queue_id;
+  v_known := pg_catalog.current_setting(v_name, true);
+  v_upto := pg_catalog.split_part(v_known, ' ', 1);
+  v_grown := coalesce(pg_catalog.pg_sequence_last_value('pgque.depth_growth'), 0);
+  if v_known = pgque._sealed(v_upto, p_queue.queue_xid, v_grown) then
+    v_left := v_upto::bigint - v_last;
+    if v_left >= p_count then
+      return v_left;
+    end if;
+  end if;
+  -- Only a transaction that called _depth_grows() holds this lock for long.
+  v_class := pg_catalog.hashtext('pgque.depth');
+  v_steady := pg_catalog.pg_try_advisory_lock(v_class, p_queue.queue_id) and pg_catalog.pg_advisory_unlock(v_class, p_queue.queue_id);
+  v_left := pgque._find_room(p_queue, p_count, v_last);
+  if v_left is null then
+    return greatest(p_queue.queue_max_depth, p_count);
+  elsif v_steady then
+    perform pg_catalog.set_config(v_name, pgque._sealed((v_last + v_left)::text, p_queue.queue_xid, v_grown), pgque._old_snapshot());
+  end if;
+  return v_left;
+end
+$$;
+
+-- Call this before the depth of a queue grows without a send: before a consumer is
+-- subscribed or moved back, and before a dead letter is requeued.  Senders then drop
+-- the value that they remember, and remember none until this transaction ends.
+create sequence if not exists pgque.depth_growth;
+
+-- Returns the value that a session remembers, with a proof that pgque wrote it: writers
+-- cannot read queue_xid.
+create or replace function pgque._sealed(p_upto text, p_xid xid8, p_grown bigint) returns text
+language sql immutable as $$
+  select p_upto || ' ' || pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(pg_catalog.concat_ws(' ', p_upto, p_xid, p_grown), 'UTF8')), 'hex')
+$$;
+
+create or replace function pgque._depth_grows(p_queue_id int) returns void
+language plpgsql as $$
+begin
+  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.depth'), p_queue_id);
+  perform pg_catalog.nextval('pgque.depth_growth');
+end
+$$;
+
+-- Returns how many more messages a queue takes after an id; PQ003 if fewer than
+-- p_count.  Null: there is no consumer and no delayed message, so nothing counts.
+-- The slowest consumer is searched; there may be ten thousand consumers.  Near the limit
+-- the messages are counted, because rolled-back sends use ids too.  This is always so with
+-- an external ticker, whose event_seq may mean anything.
+create or replace function pgque._find_room(p_queue pgque.queue, p_count bigint, p_last bigint) returns bigint
+language plpgsql as $$
+declare
+  v_waiting  bigint;
+  v_oldest   bigint;
+  v_left     bigint;
+begin
+  select min(r.ev_id) - 1 into v_waiting from pgque.retry_queue r where r.ev_queue = p_queue.queue_id;
+  select least(min(p.pos_event_seq), v_waiting) into v_oldest
+  from pgque.subscriber s
+  cross join lateral pgque._oldest_need(s.sub_id) p
+  where s.sub_queue = p_queue.queue_id;
+  if v_oldest is null then
+    return null;
+  end if;
+  v_left := p_queue.queue_max_depth - (p_last - v_oldest);
+  if v_left < p_count or p_queue.queue_external_ticker or v_oldest > p_last then
+    v_left := p_queue.queue_max_depth - pgque._depth(p_queue.queue_id);
+  end if;
+  if v_left < p_count then
+    perform pgque._fail('PQ003', pg_catalog.format('queue full: %I', p_queue.queue_name),
+      'Try again when the consumers have caught up, or raise max_depth. Nothing was sent.',
+      pg_catalog.format('max_depth is %s.', p_queue.queue_max_depth));
+  end if;
+  return v_left;
+end
+$$;
+
+-- Returns since when a throughput limit was not used: at most for a second, and without
+-- a time in the future, which was recorded before the clock was set back.
+create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
+language sql immutable as $$
+  select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
+$$;
+
+-- Returns how many messages the slowest consumer has ahead of it or in open batches,
+-- and adds the delayed ones.
+create or replace function pgque._depth(p_queue_id int) returns bigint
+language plpgsql as $$
+declare
+  v_sub    pgque.subscriber;
+  v_held   record;
+  v_count  bigint;
+  v_part   bigint;
+  v_own    bigint := 0;
+  v_most   bigint := 0;
+begin
+  if pg_catalog.pg_current_xact_id_if_assigned() is not null then
+    -- The snapshot does not show the messages of this transaction.
+    execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id, 'e.ev_txid = $1 and e.ev_owner is null'))
+    into v_own using pg_catalog.pg_current_xact_id();
+  end if;
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
+    execute pg_catalog.format('select count(*) from (%s) e', pgque._unfinished_sql(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)),
+      pgque._tick_snapshot(), ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
+    v_count := v_count + v_own + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id);
+    for v_held in select h.lease, h.settled from pgque._held(v_sub.sub_id) h loop
+      v_part := (v_held.lease).pos_done_count - v_held.settled;
+      if v_sub.sub_role <> 'pool' then
+        -- The number of messages in a batch of next_batch() is not known yet.
+        execute pg_catalog.format('select count(*) from (%s) e', pgque._undone_sql(v_sub, v_held.lease, ' and (e.ev_expires is null or e.ev_expires > $1)'))
+        into v_part using pgque.clock();
+      end if;
+      v_count := v_count + v_part;
+    end loop;
+    v_most := greatest(v_most, v_count);
+  end loop;
+  return v_most + (select count(*) from pgque.retry_queue r where r.ev_owner = 0 and r.ev_queue = p_queue_id);
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- archive: messages that are done and kept
+-- ---------------------------------------------------------------------------
+
+-- Returns the archive's bucket for a queue and a time.
+create or replace function pgque._bucket(p_queue_id int, p_time timestamptz) returns bigint
+language sql stable as $$
+  select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
+$$;
+
+-- Returns the condition for the archived messages of a queue, on a row a or e of
+-- pgque.archive.  Optionally for a part of its buckets.
+create or replace function pgque._archived_by(p_alias text, p_queue_id int, p_since timestamptz default null, p_until timestamptz default null) returns text
+language sql stable as $$
+  select pg_catalog.format('(%1$s.bucket between %2$s and %3$s or %1$s.bucket = 0 and %1$s.arc_queue = %4$s)', p_alias,
+    pgque._bucket(p_queue_id, coalesce(p_since, '2000-01-01Z')), pgque._bucket(p_queue_id, coalesce(p_until, 'infinity')), p_queue_id)
+$$;
+
+-- Creates the leaf of a bucket if it does not exist, for one session at a time.
+create or replace function pgque._archive_leaf(p_bucket bigint) returns void
+language plpgsql as $$
+declare
+  v_leaf  text := 'archive_' || p_bucket;
+begin
+  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
+    return;
+  end if;
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.archive'), pg_catalog.hashtext(v_leaf));
+  execute pg_catalog.format('create table pgque.%I (like pgque.archive including defaults)', v_leaf);
+  perform pgque._set_rights(array[('pgque.' || v_leaf)::regclass::oid]);
+  execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (archive_id)', v_leaf, v_leaf || '_pkey');
+  execute pg_catalog.format('create index %I on pgque.%I (ev_id)', v_leaf || '_ev_id', v_leaf);
+  execute pg_catalog.format('alter table pgque.archive attach partition pgque.%I for values in (%s)', v_leaf, p_bucket);
+exception
+  when duplicate_table then
+    null;   -- another session created it.  An advisory lock does not refresh this session's copy of the catalog.
+end
+$$;
+
+-- Creates the leaves of the archive that are needed, for queues with archive_on_ack in
+-- advance, and moves messages into them.
+create or replace function pgque._fill_archive() returns int
+language plpgsql set lock_timeout = '50ms' as $$
+declare
+  v_bucket  bigint;
+  v_rest    boolean := pg_catalog.pg_relation_size('pgque.archive_0') > 0;
+  v_count   int := 0;
+begin
+  for v_bucket in
+    select b.bucket
+    from (
+      select pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day')
+      from pgque.queue q, pg_catalog.generate_series(0, 1) d (days)
+      where q.queue_archive_on_ack
+      union
+      select pgque._bucket(q.queue_id, a.archived_at)
+      from pgque.archive_0 a
+      join pgque.queue q on q.queue_id = a.arc_queue
+      where v_rest
+    ) b (bucket)
+    where pg_catalog.to_regclass('pgque.archive_' || b.bucket) is null
+    order by pg_catalog.random()
+    limit 50
+  loop
+    perform pgque._archive_leaf(v_bucket);
+  end loop;
+  if v_rest then
+    delete from pgque.archive_0 a where not exists (select from pgque.queue q where q.queue_id = a.arc_queue);
+    with found as materialized (
+      select a.archive_id from pgque.archive_0 a
+      where pg_catalog.to_regclass('pgque.archive_' || pgque._bucket(a.arc_queue, a.archived_at)) is not null
+      limit 10000
+      for update skip locked
+    ),
+    moved as (
+      delete from pgque.archive m using found f
+      where m.bucket = 0 and m.archive_id = f.archive_id
+      returning m as item
+    )
+    insert into pgque.archive
+    select n.* from moved m cross join lateral pgque._in_bucket(m.item, pgque._bucket((m.item).arc_queue, (m.item).archived_at)) n;
+    get diagnostics v_count = row_count;
+    if not exists (select from pgque.archive_0) then
+      perform pgque._empty('pgque.archive_0', true);
+    end if;
+  end if;
+  return v_count;
+end
+$$;
+
+-- Returns a row of the archive with another bucket.
+create or replace function pgque._in_bucket(p_row pgque.archive, p_bucket bigint) returns pgque.archive
+language plpgsql as $$
+begin
+  p_row.bucket := p_bucket;
+  return p_row;
+end
+$$;
+
+-- Returns the statement that stores messages, rows of pgque.retry_queue, in the archive
+-- and returns their ids.  p_with precedes them.  The parameters are those of _apply():
+-- $1 the subscriber, $2 the worker, $6 the outcome.
+create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
+language plpgsql set datestyle = 'ISO' as $$
+declare
+  v_now     timestamptz := pgque.clock();
+  v_bucket  bigint := pgque._bucket(p_queue_id, v_now);
+begin
+  return coalesce(p_with || ', ', 'with ') || pg_catalog.format(
+    'kept as (insert into pgque.archive (bucket, archived_at, arc_queue, arc_consumer, arc_worker, arc_outcome, arc_receives,'
+    ' ev_id, ev_time, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)'
+    ' select %s, %L, %s, $1.sub_consumer, coalesce(i.ev_worker, $2), $6, i.ev_receives,'
+    ' i.ev_id, i.ev_time, i.ev_retry, i.ev_type, i.ev_data, i.ev_extra1, i.ev_extra2, i.ev_extra3, i.ev_extra4,'
+    ' i.ev_headers, i.ev_key, i.ev_bytes, i.ev_expires, i.ev_error'
+    ' from (%s) i returning ev_id)'
+    ' select array_agg(k.ev_id) from kept k', case when pg_catalog.to_regclass('pgque.archive_' || v_bucket) is null then 0 else v_bucket end,
+    v_now, p_queue_id, p_items);
+end
+$$;
+
+create or replace function pgque.archive_list(
+  queue_name text, limit_count int default 100, since timestamptz default null, until timestamptz default null, only_type text default null,
+  only_key text default null, only_consumer text default null, matching text default null, before_id bigint default null,
+  caller pgque.caller default current_user,
+  out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
+  out headers jsonb, out key text, out sent_at timestamptz, out archived_at timestamptz, out receive_count int, out worker text, out outcome text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $f$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+begin
+  return query execute format(
+    $q$
+    select a.archive_id, $1, c.co_name, a.ev_id, a.ev_type, a.ev_data, a.ev_bytes, a.ev_headers, a.ev_key,
+      a.ev_time, a.archived_at, a.arc_receives, a.arc_worker, a.arc_outcome
+    from pgque.archive a
+    left join pgque.consumer c on c.co_id = a.arc_consumer
+    where %s
+    order by a.archive_id desc
+    limit %s
+    $q$,
+    concat_ws(' and ', pgque._archived_by('a', v_queue.queue_id, $3, $4),
+      'a.archived_at >= ' || quote_literal($3), 'a.archived_at < ' || quote_literal($4), 'a.archive_id < ' || $9, 'a.ev_type = ' || quote_literal($5),
+      'a.ev_key = ' || quote_literal($6), 'c.co_name = ' || quote_literal($7),
+      pgque._matching_sql($8, 'pg_catalog.left(a.ev_data, 100000), a.ev_headers::text, a.ev_key')),
+    case when $2 < 0 then '0' else coalesce($2::text, 'all') end)
+  using v_queue.queue_name;
+end
+$f$;
+comment on function pgque.archive_list(text, int, timestamptz, timestamptz, text, text, text, text, bigint, pgque.caller) is
+  'Returns the newest messages of a queue''s archive, at most limit_count (NULL: all). since, until: only those archived at since or later, and '
+  'before until. only_type, only_key, only_consumer: only those of this type, key or consumer. matching: only those with this text in the payload '
+  '(its first 100,000 characters), the headers or the key, in upper or lower case (of the letters that the database''s locale knows). before_id: '
+  'only those archived before the one with this archive_id, to read page by page. Errors: PQ001 no such queue.';
+
+create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_row   pgque.archive;
+  v_leaf  text;
+  v_queue text;
+begin
+  -- Leaf by leaf, the newest first: a query over all of them locks them all.  archive_0 is
+  -- before them, since maintenance moves its messages to the others.
+  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.queue_id > 0, l.day desc loop
+    begin
+      execute format('select a.* from %s a where a.archive_id = $1', v_leaf) into v_row using $1;
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' or undefined_table then
+        null;
+    end;
+    exit when v_row.archive_id is not null;
+  end loop;
+  if v_row.archive_id is null or pgque._may(caller, 'admin', v_row.arc_queue) is not true then
+    perform pgque._fail('PQ010', format('not in the archive: %s', coalesce($1::text, 'null')),
+      'List the archived messages: select * from pgque.archive_list(queue);');
+  end if;
+  v_queue := (select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue);
+  perform pgque._did('archive_replay', v_queue, jsonb_build_object('archive_id', $1, 'msg_id', v_row.ev_id));
+  return pgque._send(v_queue, v_row.ev_type, v_row.ev_data,
+    v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
+end
+$$;
+comment on function pgque.archive_replay(bigint, pgque.caller) is
+  'Sends an archived message as a new one to every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in the '
+  'archive.';
+
+create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+begin
+  if $2 is null then
+    perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
+      'Pass a time: select pgque.archive_purge(queue, now() - interval ''30 days'');');
+  end if;
+  perform pgque._did('archive_purge', v_queue.queue_name, jsonb_build_object('before', $2));
+  return pgque._drop_archive(v_queue.queue_id, $2);
+end
+$$;
+comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
+  'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
+
+-- Returns the leaves of the archive, each with its queue and its day as in _bucket(); both
+-- are 0 for archive_0.
+create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
+language sql volatile as $$
+  select 'pgque.' || pg_catalog.quote_ident(c.relname), b.bucket / 100000, b.bucket % 100000,
+    -- A leaf with rows usually has statistics by autovacuum.
+    case when c.relpages > 0 then false else pg_catalog.pg_relation_size(c.oid) = 0 end
+  from pg_catalog.pg_inherits i
+  join pg_catalog.pg_class c on c.oid = i.inhrelid
+  cross join lateral (select pg_catalog.substr(c.relname, 9)::bigint as bucket) b
+  where i.inhparent = 'pgque.archive'::regclass
+$$;
+
+-- Empties the leaves of a queue's archive, all or those that end before a time.
+-- Dropping a leaf takes a lock that blocks every ack which archives: maint() does it.
+create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
+language plpgsql as $$
+declare
+  v_upto   bigint := case when p_before is not null then pgque._bucket(p_queue_id, p_before) % 100000 end;
+  v_days   bigint[];
+  v_leaf   text;
+  v_day    bigint;
+begin
+  with gone as (
+    delete from pgque.archive_0 a
+    where a.arc_queue = p_queue_id and (v_upto is null or pgque._bucket(p_queue_id, a.archived_at) % 100000 < v_upto)
+    returning a.archived_at
+  )
+  select array_agg(distinct pgque._bucket(p_queue_id, g.archived_at) % 100000) into v_days from gone g;
+  for v_leaf, v_day in
+    select l.leaf, l.day
+    from pgque._archive_leaves() l
+    where l.queue_id = p_queue_id and not l.is_empty
+      and (v_upto is null or l.day < v_upto)
+  loop
+    execute 'truncate ' || v_leaf;
+    v_days := pg_catalog.array_append(pg_catalog.array_remove(v_days, v_day), v_day);
+  end loop;
+  return coalesce(pg_catalog.cardinality(v_days), 0);
+end
+$$;
+
+-- Drops empty leaves of the archive, of past days or of dropped queues, if the parent
+-- can be locked at once, and for about a tenth of a second, as _drop_leaves() does.
+create or replace function pgque._drop_archive_leaves() returns int
+language plpgsql set lock_timeout = '50ms' as $$
+declare
+  v_leaves  text[];
+  v_leaf    text;
+  v_end     timestamptz;
+  v_count   int := 0;
+begin
+  v_leaves := array(
+    select l.leaf
+    from pgque._archive_leaves() l
+    where l.is_empty and l.queue_id > 0 and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
+    order by pg_catalog.random()
+    limit 50);
+  if pg_catalog.cardinality(v_leaves) = 0 then
+    return 0;
+  end if;
+  lock table only pgque.archive in access exclusive mode nowait;
+  v_end := pg_catalog.clock_timestamp() + '100 milliseconds';
+  foreach v_leaf in array v_leaves loop
+    exit when pg_catalog.clock_timestamp() > v_end;
+    begin
+      execute pg_catalog.format('lock table %s in access exclusive mode', v_leaf);
+      if pg_catalog.pg_relation_size(v_leaf::regclass) = 0 then
+        execute 'drop table ' || v_leaf;
+        v_count := v_count + 1;
+      end if;
+    exception
+      when lock_not_available or undefined_table or dependent_objects_still_exist then
+        null;
+    end;
+  end loop;
+  return v_count;
 exception
   when lock_not_available then
     return 0;
 end
 $$;
+
+-- Notes for good that the archive of a queue's consumers lacks messages.
+create or replace function pgque._note_unarchived(p_queue_id int) returns void
+language sql volatile as $$
+  update pgque.subscriber s set sub_archived = false
+  from pgque.queue q
+  where q.queue_id = p_queue_id and not q.queue_archive_on_ack and s.sub_queue = q.queue_id and s.sub_archived
+$$;
+
+create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
+end
+$$;
+comment on function pgque.archive(bigint, bigint[], pgque.caller) is
+  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
+  'msg_ids) does.';
 -- ---------------------------------------------------------------------------
 -- times: when recurring messages are due
 -- ---------------------------------------------------------------------------
@@ -4700,1743 +8948,160 @@ begin
 end
 $$;
 -- ---------------------------------------------------------------------------
--- tick: record snapshots
+-- idempotency: a message is sent once for its key (send_idem)
 -- ---------------------------------------------------------------------------
 
--- Returns the current snapshot, in which the calling transaction itself is never
--- visible.  A transaction that sends, ticks and sends again has one id.  If it were
--- visible in its own tick, a reader of that tick inside the transaction would miss the
--- second event.
-create or replace function pgque._tick_snapshot() returns pg_snapshot
-language plpgsql as $$
-declare
-  v_snapshot  pg_snapshot := pg_catalog.pg_current_snapshot();
-  v_own       xid8 := pg_catalog.pg_current_xact_id_if_assigned();
-begin
-  if v_own is null or not pg_catalog.pg_visible_in_snapshot(v_own, v_snapshot) then
-    return v_snapshot;
-  end if;
-  return (
-    select least(pg_catalog.pg_snapshot_xmin(v_snapshot), v_own)::text || ':' || pg_catalog.pg_snapshot_xmax(v_snapshot)::text
-      || ':' || pg_catalog.string_agg(x.xid::text, ',' order by x.xid)
-    from (
-      select s.xid from pg_catalog.pg_snapshot_xip(v_snapshot) s (xid)
-      union
-      select v_own
-    ) x
-  )::pg_snapshot;
-end
-$$;
+-- Nothing else knows of it but maintenance, which empties its journal.
 
--- Returns the newest tick of a queue.  Ticks go to the current table: if that has rows,
--- the newest is there.  (No sequential scans here and below: the planner expects no
--- rows in a table that was vacuumed while empty.)
-create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_tick  pgque.tick;
-begin
-  execute pg_catalog.format('select t.* from pgque.tick_%s_%s t order by t.tick_id desc limit 1', p_queue.queue_id, p_queue.queue_cur_table)
-  into v_tick;
-  if v_tick.tick_id is null then
-    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
-  end if;
-  return v_tick;
-end
-$$;
-
-create or replace function pgque._ticks_sql(p_queue_id int) returns text
-language sql stable as $$
-  select pg_catalog.format(
-    'select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2', p_queue_id)
-$$;
-
--- Returns a tick by its id; all columns are null if it no longer exists.
-create or replace function pgque._tick(p_queue_id int, p_tick_id bigint) returns pgque.tick
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_tick  pgque.tick;
-begin
-  execute pg_catalog.format('select t.* from (%s) t where t.tick_id = $1', pgque._ticks_sql(p_queue_id)) into v_tick using p_tick_id;
-  return v_tick;
-end
-$$;
-
--- Returns why a queue gets a tick with this snapshot: 'events' (it shows events that no
--- tick covers), 'forced' or 'idle'.  Or returns why it gets none: 'nothing' (it shows
--- no such events), or null (too early to check).  The function only reads: no WAL, no
--- transaction id.
-create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
-language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
-declare
-  v_now    timestamptz := pgque.clock();
-  v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
-  v_age    interval := v_now - p_last.tick_time;
-  v_ahead  boolean := v_age < '-1 second';   -- the clock was set back, by more than a correction
-  v_found  boolean;
-  v_none   text;
-begin
-  if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
-    return 'forced';   -- without reading a table, which may be locked
-  end if;
-  if v_count >= p_queue.queue_ticker_max_count or v_ahead
-    or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
-  then
-    execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, p_snapshot)))
-    into v_found;
-    if v_found then
-      return 'events';
-    end if;
-    v_none := 'nothing';
-  end if;
-  return case when v_ahead or v_age >= p_queue.queue_ticker_idle_period then 'idle' else v_none end;
-end
-$$;
-
--- Ticks one queue if a tick is due.  Returns the id of the new tick or null, the time
--- of the newest tick, and whether ticks now cover everything that is visible.  The lock
--- is taken before the snapshot, so the order of ticks is that of their snapshots.  It
--- is held to the end of the transaction, so a second ticker sees the tick of the first.
--- With p_gap no tick for messages follows another within the queue's tick_gap.
-create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, p_gap boolean default false, out new_id bigint, out last_time timestamptz, out covered boolean)
-language plpgsql as $$
-declare
-  v_queue     pgque.queue;
-  v_last      pgque.tick;
-  v_snapshot  pg_snapshot;
-  v_reason    text;
-  v_class     int := pg_catalog.hashtext('pgque.tick');
-begin
-  perform pgque._need_read_committed('a tick');
-  if p_wait then
-    perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue_id);
-  elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue_id) then
-    return;
-  end if;
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
-  if v_queue.queue_restored then
-    perform pgque._rebase(p_queue_id);
-    select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
-  end if;
-  if v_queue.queue_id is null then
-    return;
-  end if;
-  v_last := pgque._last_tick(v_queue);
-  v_snapshot := pgque._tick_snapshot();
-  if pg_catalog.pg_snapshot_xmax(v_last.tick_snapshot) > pg_catalog.pg_snapshot_xmax(v_snapshot) then
-    -- The dump is of an earlier version: the tick is from another cluster, although the
-    -- queue's mark does not show it.
-    update pgque.queue q set queue_xid = '1' where q.queue_id = p_queue_id;
-    perform pgque._rebase(p_queue_id);
-    v_last := pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id));
-    new_id := v_last.tick_id;
-    last_time := v_last.tick_time;
-    return;
-  end if;
-  v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
-  if p_gap and v_reason = 'events' and v_last.tick_time between pgque.clock() - v_queue.queue_tick_gap and pgque.clock() then
-    v_reason := null;
-  end if;
-  covered := v_reason is not null;
-  last_time := v_last.tick_time;
-  if v_reason <> 'nothing' then
-    last_time := pgque.clock();
-    new_id := pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), last_time, v_snapshot, null, v_reason <> 'idle');
-  end if;
-end
-$$;
-
--- Returns the id of the next tick of a queue, or with p_anew the first of another era.
--- A server that was promoted or restored to an earlier time may have lost ticks that
--- readers with offsets of their own have seen: these ids must not be used again.  So an
--- era of 2^32 ids belongs to one timeline (its remainder by 256).  Another timeline
--- begins with its own next era.  An external ticker has its own ids.
-create or replace function pgque._next_tick_id(p_queue pgque.queue, p_last bigint, p_anew boolean default false) returns bigint
-language plpgsql as $$
-declare
-  v_era   bigint := p_last >> 32;
-  v_line  int;
-begin
-  if p_queue.queue_external_ticker or pg_catalog.pg_is_in_recovery() then
-    return p_last + 1;
-  end if;
-  v_line := (('x' || pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8))::bit(32)::bigint - 1) % 256;
-  if v_era % 256 = v_line and not p_anew then
-    return p_last + 1;
-  end if;
-  return v_era + (v_line - v_era % 256 + 255) % 256 + 1 << 32;
-end
-$$;
-
--- Notifies sessions that listen to a queue.
-create or replace function pgque._notify(p_queue pgque.queue, p_tick_id bigint) returns void
-language plpgsql as $$
-begin
-  if pg_catalog.pg_notification_queue_usage() < 0.5 then
-    perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
-  end if;
-end
-$$;
-
--- Stores a tick and notifies listeners.  The commit waits for the disk whatever the
--- session's synchronous_commit is.  The row gets the id of a (sub)transaction that had
--- none when the sequence was read.  So every transaction that drew an id up to
--- p_event_seq has a lower id, see _span_xids().
-create or replace function pgque._store_tick(
-  p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
-) returns bigint
-language plpgsql as $$
-begin
-  p_event_seq := coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0);
-  if pg_catalog.current_setting('synchronous_commit') = 'off' then
-    perform pg_catalog.set_config('synchronous_commit', 'local', true);
-  end if;
-  -- Set before the tick is visible: a session that reads the sequence knows that there
-  -- is no newer tick.
-  perform pg_catalog.setval(p_queue.queue_tick_seq, p_tick_id);
-  insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
-  values (p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot, p_event_seq);
-  -- A listener in an open transaction lets the server's notification queue fill up, and
-  -- then a commit fails.  A tick without a notification is better than no tick.
-  if p_notify then
-    perform pgque._notify(p_queue, p_tick_id);
-  end if;
-  return p_tick_id;
-end
-$$;
-
-create or replace function pgque.ticker(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
-begin
-  if v_queue.queue_restored and (v_queue.queue_external_ticker or v_queue.queue_ticker_paused) then
-    perform pgque._rebase(v_queue.queue_id);
-    return null;
-  elsif v_queue.queue_external_ticker then
-    perform pgque._fail('PQ005', format('queue %I has an external ticker', v_queue.queue_name),
-      'Pass the tick too: pgque.ticker(queue, tick_id, time, event_seq).');
-  elsif v_queue.queue_ticker_paused then
-    return null;
-  end if;
-  -- A block with an exception handler is a subtransaction, which _store_tick() needs.
-  begin
-    return (pgque._tick_if_due(v_queue.queue_id, true)).new_id;
-  exception
-    when sqlstate 'PQ099' then
-      raise;
-  end;
-end
-$$;
-comment on function pgque.ticker(text, pgque.caller) is
-  'Ticks one queue if a tick is due, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
-  'that was loaded from a dump is repaired first, even if it is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
-  'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction; 55000 the dump that it was loaded from is not complete.';
-
--- Each queue keeps two locks until the transaction ends, and eight with a tick.  If the
--- server has no room for all queues, a call serves some, chosen at random.
-create or replace function pgque.ticker() returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_room   bigint := greatest(pgque._lock_room(), 8);
-  v_all    boolean := (select count(*) from pgque.queue) <= v_room / 8;
-  v_count  bigint := 0;
-  v_id     int;
-begin
-  perform pgque._forward_letters();
-  for v_id in select q.queue_id from pgque.queue q order by case when not v_all then random() end, q.queue_id loop
-    exit when v_room < 8;
-    if (pgque._look_at(row(v_id, 0, 0, '-infinity', false, false))).ticked then
-      v_count := v_count + 1;
-      v_room := v_room - 6;
-    end if;
-    v_room := v_room - 2;
-  end loop;
-  return v_count;
-end
-$$;
-comment on function pgque.ticker() is
-  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. It first forwards dead letters to the '
-  'queues that dead_letter_queue names. If a queue is broken, the call raises a '
-  'warning and ticks the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-
--- Returns which of these queues the loop has to check now, by what it knows of them,
--- and which are early: their last tick is too young, or they failed less than a second
--- ago.
---
--- A settled queue is left out: ticks cover all its rows, and no new row can appear
--- while the sequences of its events and of its forced ticks stand still.  A sender
--- takes an id before it stores a row and locks the sequence until its transaction ends.
--- So no row with an older id is outstanding once no other session has that lock.  (A
--- row that enters the log under an old id takes an unused one too.)
---
--- Returned values reflect the moment of the call, before _look_at() takes its snapshot.
--- ticked means that the queue was settled before, so it gets an idle or forced tick at
--- most.  Queues that may have messages are first, then forced ticks, then idle ones.  A
--- queue that is being dropped (its sequences are locked) is left out.  If a sequence is
--- missing, every queue is checked.
---
--- A queue waits for its tick_gap.  A tick wakes every consumer of the queue, so a queue
--- with many consumers waits longer: four milliseconds for each, and at most the tick
--- period.
-create or replace function pgque._queues_due(
-  p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
+-- Of two senders with one key, the second waits.  If its snapshot does not show the
+-- message of the first, it gets 40001.
+create or replace function pgque.send_idem(
+  queue text, type text, payload text, idem_key text,
+  ttl interval default '1 hour', partition_key text default null, caller pgque.caller default current_user,
+  out event_id bigint, out deduped boolean
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '20ms' set jit = off as $$
-declare
-  v_now     timestamptz := pgque.clock();
-  v_locked  regclass[];
-  v_free    int[];
-begin
-  select array_agg(l.look order by l.still, l.unforced, l.tick_time) filter (where not l.early),
-    coalesce(array_agg(l.known) filter (where l.early), '{}'), min(l.due) filter (where l.early)
-  into looks, early, early_until
-  from (
-    select k as known, f.still, k.tick_seq = s.tick_seq as unforced, k.tick_time,
-      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end,
-        f.still)::pgque.look as look,
-      d.due, coalesce(not f.still and k.tick_seq = s.tick_seq and (not q.queue_restored or k.settled is null) and d.due > v_now and k.tick_time <= v_now, false) as early
-    from pgque.queue q
-    cross join lateral (
-      select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
-      offset 0) s (event_seq, tick_seq)
-    left join unnest(p_known) k on k.queue_id = q.queue_id
-    cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and no message was sent since
-    left join lateral (
-      select k.tick_time + case when k.settled is null then '1 second' else greatest(q.queue_tick_gap, least(p_period, 0.004 * interval '1 second' * (
-        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
-    ) d (due) on k.tick_time > v_now - greatest(p_period, q.queue_tick_gap, '1 second') and not f.still
-    where q.queue_id = any (p_queues)
-      and (f.still and k.tick_seq = s.tick_seq and not q.queue_restored and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
-  ) l;
-  looks := coalesce(looks, '{}');
-  if exists (select from unnest(looks) k where k.settled is null) then
-    v_locked := array(
-      select l.relation
-      from pg_locks l
-      where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.pid is distinct from pg_backend_pid()
-        and l.database = (select d.oid from pg_database d where d.datname = current_database()));
-    looks := array(
-      select row(k.queue_id, k.event_seq, k.tick_seq, k.tick_time, coalesce(k.settled, q.queue_event_seq <> all (v_locked)), k.ticked)::pgque.look
-      from unnest(looks) with ordinality k
-      join pgque.queue q on q.queue_id = k.queue_id
-      order by k.ordinality);
-  end if;
-exception
-  when others then
-    begin
-      v_free := array(
-        select q.queue_id
-        from pgque.queue q
-        where q.queue_id = any (p_queues) and not exists (
-          select from pg_locks l
-          where l.relation in (q.queue_event_seq, q.queue_tick_seq) and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
-            and l.database = (select d.oid from pg_database d where d.datname = current_database())));
-      if cardinality(v_free) < cardinality(p_queues) then
-        select s.* into looks, early, early_until from pgque._queues_due(v_free, p_known, p_period) s;
-        return;
-      end if;
-    exception
-      when lock_not_available then
-        null;   -- an upgrade has the table of queues: each queue is checked, and waits for it
-    end;
-    looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
-    early := '{}';
-    early_until := null;
-end
-$$;
-
--- Ticks one queue for a ticker that serves all of them, and returns what it knows of
--- the queue then.  It does not wait for another ticker, and only briefly for a locked
--- table.  A broken queue causes a warning, and its settled is null.  A check without a
--- tick keeps no locks but those of the two sequences.
-create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set jit = off as $$
-declare
-  v_queue  pgque.queue;
-  v_tick   record;
-begin
-  p_look.ticked := false;
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_look.queue_id;
-  if not found or v_queue.queue_external_ticker or v_queue.queue_ticker_paused then
-    p_look.settled := false;
-    return p_look;
-  elsif v_queue.queue_restored and pgque._lacks(v_queue) is not null then
-    -- Without a warning a second for each queue: maint_tables() warns.
-    p_look.settled := null;
-    p_look.tick_time := pgque.clock();
-    perform pgque._let_go();
-  end if;
-  -- A loop that has just begun does not know the last tick.
-  v_tick := pgque._tick_if_due(v_queue.queue_id, false, p_look.tick_time is null);
-  p_look.settled := p_look.settled and v_tick.covered is true;
-  p_look.tick_time := v_tick.last_time;
-  p_look.ticked := v_tick.new_id is not null;
-  p_look.tick_seq := coalesce(v_tick.new_id, p_look.tick_seq);   -- a tick sets the sequence
-  -- Many ticks fill their table long before the rotation period has passed.
-  perform pgque._maint_operation('pgque.maint_rotate_tables_step1', v_queue.queue_name) where v_tick.new_id % 1000 = 0;
-  perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
-  return p_look;
-exception
-  when sqlstate 'PQ099' then
-    return p_look;
-  when invalid_transaction_state then
-    raise;
-  when others then
-    begin
-      if exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
-        raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
-      end if;   -- else the queue was dropped meanwhile
-    exception
-      when lock_not_available then
-        null;   -- an upgrade has the table of queues
-    end;
-    p_look.settled := null;
-    p_look.tick_time := pgque.clock();
-    return p_look;
-end
-$$;
-
-create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
-  v_last   pgque.tick;
+  v_queue  pgque.queue := pgque._queue($1, caller, 'produce');
+  v_last   pgque.idempotency;
+  v_leaf   int;
 begin
-  perform pgque._need_read_committed('a tick');
-  if not v_queue.queue_external_ticker then
-    perform pgque._fail('PQ005', format('queue %I has no external ticker', v_queue.queue_name),
-      format('Switch it on first: select pgque.set_queue_config(%L, ''external_ticker'', ''true'');', v_queue.queue_name));
+  if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
+    perform pgque._fail('PQ005', format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
+      'Pass such a key and ttl. To send without a key, use pgque.send().');
   end if;
-  perform pgque._rebase(v_queue.queue_id);
-  perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
-  v_queue := pgque._queue(ticker.queue_name, caller, 'admin');
-  v_last := pgque._last_tick(v_queue);
-  if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
-    perform pgque._fail('PQ005', format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
-      'Pass a higher tick id, and an event sequence and a time that are not lower.',
-      format('The last tick has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
-  elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
-    perform pgque._fail('PQ005', format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
-      'Pass an id and an event sequence of at most 2^62, and a finite time.');
+  perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
+  v_leaf := pgque._idem_leaf();
+  select k.* into v_last
+  from pgque.idempotency k
+  where k.idem_queue = v_queue.queue_id and k.idem_key = $4
+  order by k.idem_n desc
+  limit 1;
+  if v_last.idem_expires > pgque.clock() then
+    event_id := v_last.idem_ev_id;
+    deduped := true;
+    return;
   end if;
-  perform pgque._note_once(v_queue.queue_id, 'external');
-  return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
+  event_id := pgque._send(v_queue.queue_name, $2, $3, $6, null, null, null, null, null);
+  deduped := false;
+  insert into pgque.idempotency (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires, leaf)
+  select v_queue.queue_id, $4, coalesce(v_last.idem_n, 0) + 1, event_id, pgque.clock() + $5, l.leaf
+  from unnest(pgque._leaves_for(v_leaf)) l (leaf);
+exception
+  when unique_violation then
+    perform pgque._fail('serialization_failure', format('the idempotency key %L of queue %I was used since this transaction began', $4, v_queue.queue_name),
+      'Retry the transaction.');
 end
 $$;
-comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
-  'Stores a tick with the id, time and event sequence of another system, for a queue with external_ticker, and returns its id. Errors: PQ001 no '
-  'such queue; PQ005 no external ticker, or a tick that does not follow the last one; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
+  'Sends one message unless one with the same idem_key was sent to the queue within its ttl. Returns event_id and deduped: if deduped is true, '
+  'nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in extra1. Errors: '
+  'PQ001 no such queue; PQ005 no key, or ttl is not positive or above 100 years; PQ013 the queue is paused.';
 
--- The request is kept in a sequence, so it leaves no row behind.  The sequence is only
--- counted up here: this snapshot may be older than the newest tick, and a value below
--- that tick would hide it from every receive().
-create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name, caller, 'admin');
-  v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
-begin
-  perform nextval(v_queue.queue_tick_seq);
-  return v_last;
-end
-$$;
-comment on function pgque.force_next_tick(text, pgque.caller) is
-  'Makes the next ticker() tick the queue, even if nothing was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
+create or replace function pgque.send_idem(
+  queue text, type text, payload jsonb, idem_key text,
+  ttl interval default '1 hour', partition_key text default null,
+  out event_id bigint, out deduped boolean
+)
+language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
+comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
+  'Sends one JSON value unless a message with the same idem_key was sent to the queue within its ttl. The result, the options and the errors are '
+  'those of a text.';
 
-create or replace function pgque.force_tick(queue_name text) returns bigint
-language sql as $$ select pgque.force_next_tick($1) $$;
-comment on function pgque.force_tick(text) is 'PgQ''s name for force_next_tick().';
--- ---------------------------------------------------------------------------
--- window: which rows lie between two snapshots
--- ---------------------------------------------------------------------------
-
--- Returns the ids of the transactions that are visible in p_to and not in p_from, as
--- ranges; with p_to null, of all transactions that are not visible in p_from.
---
--- The naive condition scans from the xmin of p_from: with one transaction that stays
--- open for a day, every window scans a day of rows.  Instead:
---   * Every id from xmax(p_from) up to xmax(p_to) was not visible in p_from.  So this
---     range is divided at the ids that still run in p_to.
---   * Of the ids below it, only those that ran in p_from can be new.  So they are added
---     one by one.
--- Rows of running transactions are in none of the ranges, and are not read.
-create or replace function pgque._xids(p_from pg_snapshot, p_to pg_snapshot) returns int8multirange
-language plpgsql stable as $$
-declare
-  v_lo    bigint := pg_catalog.pg_snapshot_xmax(p_from)::text::bigint;
-  v_xids  int8multirange := pg_catalog.int8multirange(pg_catalog.int8range(v_lo, greatest(v_lo, pg_catalog.pg_snapshot_xmax(p_to)::text::bigint)));
-begin
-  if p_to is null then
-    v_xids := pg_catalog.int8multirange(pg_catalog.int8range(v_lo, null));
-  elsif pg_catalog.pg_snapshot_xmin(p_to) < pg_catalog.pg_snapshot_xmax(p_to) then
-    v_xids := v_xids - (
-      select coalesce(pg_catalog.range_agg(pg_catalog.int8range(x.xid::text::bigint, x.xid::text::bigint, '[]')), '{}')
-      from pg_catalog.pg_snapshot_xip(p_to) x (xid));
-  end if;
-  if pg_catalog.pg_snapshot_xmin(p_from) < pg_catalog.pg_snapshot_xmax(p_from) then
-    v_xids := v_xids + (
-      select coalesce(pg_catalog.range_agg(pg_catalog.int8range(x.xid::text::bigint, x.xid::text::bigint, '[]')), '{}')
-      from pg_catalog.pg_snapshot_xip(p_from) x (xid)
-      where p_to is null or pg_catalog.pg_visible_in_snapshot(x.xid, p_to));
-  end if;
-  return v_xids;
-end
-$$;
-
--- Returns the transactions of _xids() as a filter on e.ev_txid that no index serves.  It
--- is for scans by row addresses, where the planner must not choose an index.
-create or replace function pgque._xid_filter(p_from pg_snapshot, p_to pg_snapshot) returns text
-language sql stable as $$
-  select pg_catalog.format(
-    '(pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L) and not pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_to, p_from)
-$$;
-
--- Returns a query for the rows of a queue that satisfy a condition on e, over all three
--- tables.  A writer whose snapshot is older than a rotation stores into a table that is
--- no longer current, so each table is read.  Only a table without a page is left out,
--- unless p_all: rows that a tick covers were stored before.
---   * p_xids: only rows of these transactions
---   * p_tids: a range of row addresses in each table (three conditions, null for none)
---   * p_columns: what is selected
---
--- The naive condition for several ranges of ids, which joins them by OR, lets the
--- planner read the whole index and compare each entry with each range, if it takes the
--- table for small.  It does so until the first ANALYZE, so that a check whether there is
--- one new row reads all old ones.  Here each range is an index scan of a subquery, which
--- has no other plan.  OFFSET 0 keeps the planner from merging that subquery.
-create or replace function pgque._rows_sql(
-  p_queue_id int, p_condition text, p_tids text[] default null, p_xids int8multirange default null, p_columns text default 'e.*', p_all boolean default false
-) returns text
-language plpgsql as $$
-declare
-  v_merged  int8range := pg_catalog.range_merge(p_xids);
-  v_many    boolean := p_tids is null and p_xids <> pg_catalog.int8multirange(v_merged);   -- several ranges
-  v_leaf    text;
-  v_part    text;
-  v_sql     text;
-begin
-  if pg_catalog.isempty(v_merged) then
-    p_condition := 'false';
-  elsif v_many then
-    p_condition := 'e.ev_txid >= x.lo and e.ev_txid < x.hi and ' || p_condition;
-  elsif p_tids is null then
-    p_condition := pg_catalog.concat_ws(' and ', 'e.ev_txid >= ' || pg_catalog.quote_literal(pg_catalog.lower(v_merged)) || '::xid8',
-      'e.ev_txid < ' || pg_catalog.quote_literal(pg_catalog.upper(v_merged)) || '::xid8', p_condition);
-  elsif p_xids is not null then
-    p_condition := pg_catalog.format('e.ev_txid::text::bigint <@ %L::int8multirange and %s', p_xids, p_condition);
-  end if;
-  for n in 0..2 loop
-    v_leaf := 'pgque.event_' || p_queue_id || '_' || n;
-    if p_tids[n + 1] is not null or p_tids is null and (p_all or pg_catalog.pg_relation_size(v_leaf::regclass) > 0) then
-      v_part := pg_catalog.concat('select ', p_columns, ' from ', v_leaf, ' e where ', p_tids[n + 1] || ' and ', p_condition);
-      if v_many then
-        v_part := pg_catalog.format(
-          'select e.* from (select coalesce(pg_catalog.lower(r), 0)::text::xid8, coalesce(pg_catalog.upper(r), 9223372036854775807)::text::xid8'
-          ' from pg_catalog.unnest(%L::int8multirange) r) x (lo, hi) cross join lateral (%s offset 0) e', p_xids, v_part);
-      end if;
-      v_sql := pg_catalog.concat_ws(' union all ', v_sql, v_part);
-    end if;
-  end loop;
-  return coalesce(v_sql, pg_catalog.concat('select ', p_columns, ' from ', v_leaf, ' e where false'));
-end
-$$;
-
--- Returns the condition for the part of a window that belongs to one subscriber and has
--- its ids in (p_after, p_upto].  Either bound may be null.
-create or replace function pgque._slice_condition(p_owner int, p_after bigint, p_upto bigint) returns text
-language sql stable as $$
-  select pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', p_owner)
-    || coalesce(' and e.ev_id > ' || p_after, '')
-    || coalesce(' and e.ev_id <= ' || p_upto, '')
-$$;
-
--- Reads a window once, and notes for every 25 events or a few more (without retries,
--- which belong to one subscriber each) their range of ids and, for each table, of row
--- addresses.  A slice is then a TID range scan.  The rows of a window are fixed and do
--- not move.  VACUUM FULL and the like give the table another file, which is noted too.
--- The map is a cache: without it, reading is only slower.
---
--- Rows are hashed by 25 ids each, and only these groups are sorted: sorting all rows
--- would take three times as long.  The planner takes each row for a group of its own, and
--- would sort them (enable_sort).
-create or replace function pgque._map_window(p_queue_id int, p_from bigint, p_to bigint, p_xids int8multirange) returns void
-language plpgsql set enable_sort = off set work_mem = '64MB' set jit = off as $$
-begin
-  execute pg_catalog.format(
-    $q$
-    insert into pgque.window_map (map_queue, map_from, map_to, map_chunk, map_id_lo, map_id_hi, map_lo, map_hi, map_filenodes, map_xid)
-    select $1, $2, $3, g.chunk, min(g.id_lo), max(g.id_hi),
-      array[min(g.tid_lo) filter (where g.n = 0), min(g.tid_lo) filter (where g.n = 1), min(g.tid_lo) filter (where g.n = 2)],
-      array[max(g.tid_hi) filter (where g.n = 0), max(g.tid_hi) filter (where g.n = 1), max(g.tid_hi) filter (where g.n = 2)],
-      $4, pgque._xid()
-    from (
-      select g.*, (greatest(sum(g.events) over (order by g.ids), 1)::bigint - 1) / 25 as chunk
-      from (
-        select w.ev_id / 25 as ids, w.n, count(*) filter (where w.ev_owner is null) as events,
-          min(w.ev_id) as id_lo, max(w.ev_id) as id_hi, min(w.tid) as tid_lo, max(w.tid) as tid_hi
-        from (%s) w
-        group by w.ev_id / 25, w.n
-      ) g
-    ) g
-    group by g.chunk
-    $q$, pgque._rows_sql(p_queue_id, 'true', null, p_xids, 'e.ev_id, e.ev_owner, e.slot % 3 as n, e.ctid as tid'))
-  using p_queue_id, p_from, p_to, pgque._filenodes(p_queue_id);
-end
-$$;
-
-create or replace function pgque._filenodes(p_queue_id int) returns oid[]
-language plpgsql stable as $$
-begin
-  return array[
-    pg_catalog.pg_relation_filenode(pg_catalog.format('pgque.event_%s_0', p_queue_id)::regclass),
-    pg_catalog.pg_relation_filenode(pg_catalog.format('pgque.event_%s_1', p_queue_id)::regclass),
-    pg_catalog.pg_relation_filenode(pg_catalog.format('pgque.event_%s_2', p_queue_id)::regclass)];
-end
-$$;
-
--- Returns one condition on row addresses for each table by the map of a position's
--- window, with null for a table without rows to read.  Returns null if the window has
--- no usable map.  p_max as in _slice_sql().
---
--- Up to the end of chunk n there are more than 25 n events for all subscribers, and at
--- most 25 n + 25.  So m chunks in a row hold more than 25 (m - 1): those that p_max needs,
--- and two more, hold the batch and the message after it, even if the first is used up.
-create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position, p_max bigint) returns text[]
-language plpgsql as $$
-declare
-  v_filenodes  oid[] := pgque._filenodes(p_queue_id);
-  v_tids       text[] := array_fill(null::text, array[3]);
-  v_lo         tid[];
-  v_hi         tid[];
-  v_mapped     boolean;
-begin
-  -- One statement: if another consumer makes a map meanwhile, both subqueries see it or
-  -- neither does.
-  select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])],
-    count(*) > 0 or exists (
-      select from pgque.window_map m
-      where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-        and m.map_valid and m.map_filenodes = v_filenodes)
-  into v_lo, v_hi, v_mapped
-  from (
-    -- Two consumers may have made the same map.
-    select distinct on (m.map_id_hi) m.map_lo, m.map_hi
-    from pgque.window_map m
-    where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-      and m.map_valid and m.map_filenodes = v_filenodes
-      and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
-      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
-    order by m.map_id_hi
-    limit p_max / 25 + 3
-  ) m;
-  if not v_mapped then
-    return null;
-  end if;
-  for n in 1..3 loop
-    if v_lo[n] is not null then
-      v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', v_lo[n], v_hi[n]);
-    end if;
-  end loop;
-  return v_tids;
-end
-$$;
-
--- Returns the query that reads the rows of a position's window above pos_done_id, up to
--- pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, those of
--- the next batch of at most p_max messages.  p_and is one more condition on e.  With
--- p_places, only rows there are read.
---
--- A window that is far bigger than a batch is read by its map.  p_by_map asks for the
--- map in any case.  A consumer that was moved back can find an event and its own retry
--- in one window: then the retry replaces the event.
-create or replace function pgque._slice_sql(
-  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
-  p_places text[] default null
-) returns text
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_by_map  boolean;
-  v_xids    int8multirange;
-  v_filter  text;
-  v_tids    text[];
-  v_rows    text;
-begin
-  p_by_map := p_by_map or pgque._is_big(p_pos, p_max);
-  v_by_map := p_by_map or p_max is null and exists (
-    select from pgque.window_map m
-    where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
-  v_tids := p_places;
-  if v_tids is null and v_by_map then
-    -- From here on no table can be rewritten while its row addresses are used.
-    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
-    v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
-  end if;
-  if v_tids is null then
-    v_xids := pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
-    if p_by_map then
-      perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
-      v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
-    end if;
-  end if;
-  if v_tids is not null then
-    v_xids := null;
-    v_filter := ' and ' || pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
-  end if;
-  v_rows := pgque._rows_sql(p_sub.sub_queue, pg_catalog.concat(pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id), v_filter, p_and), v_tids, v_xids);
-  if p_pos.pos_tick < p_pos.pos_high then
-    v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
-  end if;
-  return v_rows;
-end
-$$;
-
--- Returns whether a window is so much bigger than a batch that a map is worth its cost.
-create or replace function pgque._is_big(p_pos pgque.position, p_max bigint) returns boolean
-language sql immutable as $$
-  select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(10 * p_max, 500) and p_max is not null, false)
-$$;
-
--- Creates a queue's readers: functions whose text names the queue's tables, so that a
--- session plans them once.  Every queue always has those of this version, since they are
--- created together with the queue, again by each install, and when a queue that came out
--- of a dump is used first (_rebase).
---
--- _ticks_N: the furthest of the next 100 ticks before which no more than p_max events
--- were numbered, at least the next one.
---
--- _events_N: the first messages of a small window, p_limit at most, as they are
--- delivered.  As in _xids(), late are the transactions that ran at the
--- window's first tick and not at its last.
-create or replace function pgque._create_reader(p_queue_id int, p_rights boolean default true) returns void
-language plpgsql as $function$
-declare
-  v_events  text;
-begin
-  perform pgque._compile(pg_catalog.format(
-    $template$
-    create or replace function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
-    language plpgsql as $body$
-    declare
-      v_first  pgque.tick;
-      v_tick   pgque.tick;
-    begin
-      -- The callers switch sequential scans off, for the plan that is kept.
-      for v_tick in
-        select t.*
-        from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t
-        where t.tick_id > p_tick
-        order by t.tick_id
-        limit 100
-      loop
-        exit when v_tick.tick_event_seq > p_event_seq + p_max and v_first.tick_id is not null;
-        v_first := v_tick;
-      end loop;
-      return v_first;
-    end
-    $body$
-    $template$, p_queue_id));
-  select pg_catalog.string_agg(pg_catalog.format(
-    'select * from pgque.event_%s_%s e where %%1$s and (e.ev_owner is null or e.ev_owner = p_owner) and e.ev_id > p_after', p_queue_id, n), ' union all ')
-  into v_events
-  from pg_catalog.generate_series(0, 2) n;
-  perform pgque._compile(pg_catalog.format(
-    $template$
-    create or replace function pgque._events_%s(
-      p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
-    ) returns setof pgque.delivery
-    language plpgsql set enable_seqscan = off set jit = off as $body$
-    declare
-      v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);
-      v_end   xid8 := pg_catalog.pg_snapshot_xmax(p_to);
-      v_late  xid8[];
-    begin
-      if pg_catalog.pg_snapshot_xmin(p_from) < v_lo then
-        v_late := array(select x.xid from pg_catalog.pg_snapshot_xip(p_from) x (xid) where pg_catalog.pg_visible_in_snapshot(x.xid, p_to));
-      end if;
-      if pg_catalog.cardinality(v_late) > 0 then
-        return query select %2$s from (%3$s union all %4$s) e order by e.ev_id limit p_limit;
-      else
-        return query select %2$s from (%3$s) e order by e.ev_id limit p_limit;
-      end if;
-    end
-    $body$
-    $template$, p_queue_id,
-    'e.ev_id, p_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
-      ' e.ev_headers, e.ev_key, e.ev_bytes, coalesce(e.ev_retry, 0) + p_attempt, e.ev_error, e.ev_expires, p_queue',
-    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
-    pg_catalog.format(v_events, 'e.ev_txid = any (v_late)')));
-  perform pgque._create_ordinary(p_queue_id);
-  perform pgque._create_key_reader(p_queue_id);
-  if p_rights then
-    perform pgque._set_rights(array(select r.func::oid from pgque._readers_of(p_queue_id) r (func)));
-  end if;
-end
-$function$;
-
--- Creates a function of a queue, unless it is there with this text and these settings:
--- replacing a function takes a lock on it, and a server has no room for thousands.
-create or replace function pgque._compile(p_sql text) returns void
-language plpgsql as $$
-declare
-  v_head  text := pg_catalog.split_part(p_sql, '$body$', 1);
-begin
-  if not exists (
-    select from pg_catalog.pg_proc p
-    where p.pronamespace = 'pgque'::regnamespace and p.proname = pg_catalog.substring(v_head, 'pgque\.(\w+)')
-      and p.prosrc = pg_catalog.split_part(p_sql, '$body$', 2)
-      and coalesce(p.proconfig, '{}') = array(select m[1] || '=' || m[2] from pg_catalog.regexp_matches(v_head, 'set (\w+) = (\w+)', 'g') m))
-  then
-    execute p_sql;
-  end if;
-end
-$$;
-
--- Returns the functions whose text names a queue's tables.
-create or replace function pgque._readers_of(p_queue_id int) returns setof regprocedure
-language sql stable as $$
-  select p.oid::regprocedure
-  from pg_catalog.pg_proc p
-  where p.pronamespace = 'pgque'::regnamespace and p.proname = any (array[
-    '_ticks_' || p_queue_id, '_events_' || p_queue_id, '_key_' || p_queue_id, '_ordinary_' || p_queue_id || '_0', '_ordinary_' || p_queue_id || '_1']::name[])
-$$;
--- ---------------------------------------------------------------------------
--- position: where consumers stand
--- ---------------------------------------------------------------------------
-
--- Returns the newest row of a subscriber in one leaf.  Only this leaf is locked.  No
--- sequential scans: a plan made while the journal was short is kept while it grows.
-create or replace function pgque._position_in(p_sub int, p_leaf int) returns pgque.position
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_position  pgque.position;
-begin
-  if p_leaf = 0 then
-    select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-  else
-    select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-  end if;
-  return v_position;
-end
-$$;
-
--- Returns the newest row of a subscriber.  The current leaf is read first, and the
--- other one only if the current one has no row.  So the other leaf can be emptied while
--- consumers work.  A caller that will append holds the subscriber's row lock.
-create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
-language plpgsql as $$
-declare
-  v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
-  v_position  pgque.position;
-begin
-  -- Compaction may move the row from the second leaf to the first between the two
-  -- reads.  Another read then finds it.
-  for v_try in 1..10 loop
-    v_position := pgque._position_in(p_sub, v_leaf);
-    if v_position.pos_sub is null then
-      v_position := pgque._position_in(p_sub, 1 - v_leaf);
-    end if;
-    if v_position.pos_sub is not null then
-      return v_position;
-    end if;
-    v_leaf := pgque._journal_leaf();
-  end loop;
-  -- A snapshot that is older than a compaction sees the row in neither leaf.
-  perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
-    'Retry the transaction.');
-end
-$$;
-
--- Returns a position as a row of a leaf.
-create or replace function pgque._in_leaf(p_position pgque.position, p_leaf int) returns pgque.position
-language plpgsql immutable as $$
-begin
-  p_position.leaf := p_leaf;
-  return p_position;
-end
-$$;
-
--- Returns the leaf of the journal that is written.  A transaction with an old snapshot
--- locks the journal's row.  This keeps the journal from rotating, and fails with 40001
--- if it was rotated.  A read-only transaction needs no such lock.
-create or replace function pgque._journal_leaf() returns int
+-- Returns the leaf of the idempotency keys that is written; see _journal_leaf().
+create or replace function pgque._idem_leaf() returns int
 language plpgsql as $$
 declare
   v_leaf  int;
 begin
-  if not pgque._old_snapshot() or pg_catalog.current_setting('transaction_read_only') = 'on' then
-    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1;
-  else
-    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for share;
-  end if;
+  perform pgque._journal_leaf();
+  select j.journal_idem_cur into v_leaf from pgque.journal j where j.journal_id = 1;
   return v_leaf;
 end
 $$;
 
--- Appends a position; the sequence number and the time are set here.  If the
--- transaction's snapshot does not show the newest row, the primary key stops it with
--- 40001.  So there is never a second newest row.  Such a transaction appends to both
--- leaves (see _leaves_for).  p_leaf is the current leaf, if the caller knows it.
-create or replace function pgque._append_position(p_position pgque.position, p_leaf int default null) returns void
-language plpgsql as $$
-begin
-  p_position.pos_seq := p_position.pos_seq + 1;
-  p_position.pos_time := pgque.clock();
-  p_position.leaf := coalesce(p_leaf, pgque._journal_leaf());
-  insert into pgque.position select p_position.* on conflict do nothing;
-  if found and pgque._old_snapshot() then
-    p_position.leaf := 1 - p_position.leaf;
-    insert into pgque.position select p_position.* on conflict do nothing;
-  end if;
-  if not found then
-    perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
-      'Retry the transaction.');
-  end if;
-end
-$$;
-
--- Copies a subscriber's newest row to a leaf, if it is not there.  The row is also the
--- record of the subscriber's batch: the lock of a pool's batch is taken too, so that an
--- ack that is not committed yet is not left behind.
-create or replace function pgque._carry_over(p_position pgque.position, p_leaf int) returns void
-language sql as $$
-  insert into pgque.position
-  select (pgque._in_leaf(p_position, p_leaf)).*
-  from pgque.subscriber s
-  where s.sub_id = p_position.pos_sub and (pgque._position_in(s.sub_id, p_leaf)).pos_sub is null
-    and (p_position.pos_batch is null or pgque._hold_batches(s, array[p_position.pos_batch]) <> '{}')
-  on conflict do nothing
-$$;
-
--- Returns a batch id that was never issued before: the subscriber's low 20 bits under a
--- number that rises with the clock in quarters of a millisecond, and by at least one.
--- A counter alone is not enough: a crash, a failover or a restore can take back the
--- newest values of a counter, and an old batch id would then fit a new batch.
-create or replace function pgque._new_batch_id(p_position pgque.position) returns bigint
-language sql volatile as $$
-  select (greatest(
-      (p_position.pos_last_batch >> 20) + 1,
-      ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20)
-    | (p_position.pos_sub & 1048575)
-$$;
-
--- Returns the position after a consumer's newest delivery.
-create or replace function pgque._next_from(p_position pgque.position) returns pgque.position
-language plpgsql immutable as $$
-begin
-  if p_position.pos_fresh > 0 then
-    if p_position.pos_last_id is null then
-      return pgque._past_window(p_position);
-    end if;
-    p_position.pos_done_id := p_position.pos_last_id;
-    p_position.pos_last_id := null;
-    p_position.pos_fresh := 0;
-  end if;
-  p_position.pos_batch := null;
-  p_position.pos_shelf := 0;
-  p_position.pos_keys := null;
-  return p_position;
-end
-$$;
-
--- Returns from when on a delivery reads the retry queue.  Without this, each look at the
--- messages that are due would pass the dead rows of all that were due before: while an old
--- transaction is open, vacuum cannot remove them.
---
--- The naive version remembers the time of the last look.  It loses messages:
---
---   session 1: nack, so that message 1 is due at 12:00:10; the transaction stays open
---   session 2: looks at 12:00:20 for what is due, and finds nothing
---   session 1: commits
---   result:    message 1 is due before the last look, and no later look finds it
---
--- The same happens if the clock is set back.  So a look begins a second before the one
--- before it, and after five seconds one look begins at the beginning again.  A message that
--- was committed more than a second after it was due waits for that look.
---
--- p_due begins where the next looks begin, and ends when one is to read everything.
-create or replace function pgque._due_from(p_due tstzrange, p_now timestamptz) returns timestamptz
-language sql immutable as $$ select case when p_due @> p_now then pg_catalog.lower(p_due) else '-infinity' end $$;
-
--- Returns p_due after a look at p_now, which found p_first as the first message that is
--- due; null: none.
-create or replace function pgque._looked(p_due tstzrange, p_now timestamptz, p_first timestamptz default null) returns tstzrange
-language sql stable as $$
-  select pg_catalog.tstzrange(least(p_first, p_now - interval '1 second'), case when p_due @> p_now then pg_catalog.upper(p_due) else p_now + interval '5 seconds' end)
-$$;
-
--- Returns a position whose window ends at a tick.
-create or replace function pgque._with_window(p_position pgque.position, p_tick pgque.tick) returns pgque.position
-language plpgsql immutable as $$
-begin
-  p_position.pos_next_tick := p_tick.tick_id;
-  p_position.pos_next_snapshot := p_tick.tick_snapshot;
-  p_position.pos_next_event_seq := p_tick.tick_event_seq;
-  return p_position;
-end
-$$;
-
--- Returns a position at a tick, without a window and a batch of its own.
-create or replace function pgque._at_tick(p_position pgque.position, p_tick pgque.tick) returns pgque.position
-language sql immutable as $$ select pgque._past_window(pgque._with_window(p_position, p_tick)) $$;
-
--- Returns a position at the end of its window.
-create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
-language plpgsql immutable as $$
-begin
-  p_position.pos_tick := p_position.pos_next_tick;
-  p_position.pos_snapshot := p_position.pos_next_snapshot;
-  p_position.pos_event_seq := p_position.pos_next_event_seq;
-  p_position.pos_next_tick := null;
-  p_position.pos_next_snapshot := null;
-  p_position.pos_next_event_seq := null;
-  p_position.pos_done_id := null;
-  p_position.pos_done_count := 0;
-  p_position.pos_last_id := null;
-  p_position.pos_batch := null;
-  p_position.pos_fresh := 0;
-  p_position.pos_shelf := 0;
-  p_position.pos_keys := null;
-  return p_position;
-end
-$$;
-
--- Opens the window that follows a position, up to the furthest of the next 100 ticks
--- before which no more than p_max events were numbered, and by at least one tick.  So a
--- consumer that lags by many small ticks gets full batches.  There is no window if
--- there is no further tick.
-create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_name  text;
-  v_tick  pgque.tick;
-begin
-  select q.queue_name into v_name from pgque.queue q where q.queue_id = p_queue_id;
-  if not found then
-    raise undefined_table;
-  end if;
-  execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
-  return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
-exception
-  when undefined_table or undefined_function then
-    -- The queue was dropped meanwhile, or one of its tables or functions is missing.
-    if pgque._old_snapshot() then
-      perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
-    elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
-      perform pgque._takes_nothing(p_queue_id);
-    end if;
-    perform pgque._fail(sqlstate, pg_catalog.format('queue %I: %s', v_name, sqlerrm),
-      'If a function is missing, install this version of pgque again: it creates the functions of every queue.');
-end
-$$;
--- ---------------------------------------------------------------------------
--- lease: which batches are open, and which outcomes they have
--- ---------------------------------------------------------------------------
-
--- A delivery is one row in the journal of positions.  It records what was delivered, to
--- which worker, until when, and so where the next delivery begins.  That a batch is
--- closed, or that a message of it has its outcome, is a row in the journal of settled
--- messages.  So neither is updated, and workers need no row of their own: their names
--- may change at any time.
---
--- A consumer on its own is one worker without a name whose lease has no end.  A
--- subconsumer is a worker whose lease has no end either.
---
--- The log is for first deliveries.  A message that is redelivered (after an expired
--- lease, a nack or a release) is in the retry queue, and is leased from there.
--- ev_retry_after is when it may be delivered, ev_batch its last batch.  A delivery
--- overwrites ev_batch, and from then on the old batch id is no longer valid.  The
--- exception are consumers that are read by offsets: see _pumped().
---
--- Locks:
---   * Deliveries of one consumer lock the subscriber's row.
---   * Outcomes of a pool's batch lock the batch by an advisory lock on its id.  The
---     holder also has a shared lock for the queue, whose exclusive form locks all
---     batches of the queue.  Code that holds the subscriber's row only tries these
---     locks.
---   * All other batches have no lock of their own: the subscriber's row is locked.
-
--- Returns the consumer whose bits a batch id carries, or null.  A subconsumer's batch that
--- is open since 0.5 has the subconsumer's bits.
-create or replace function pgque._batch_owner(p_batch bigint) returns pgque.subscriber
+-- Makes the other leaf of the idempotency keys the current one once it has more than 4
+-- MB.  Empties the old leaf as soon as half of its keys have expired, or the current
+-- leaf is larger: so keys with a ttl of years do not keep other keys.  Keys that are
+-- valid, of existing queues, are copied.
+create or replace function pgque._compact_idempotency() returns int
 language plpgsql as $$
 declare
-  v_sub  pgque.subscriber;
+  v_cur   int := (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1);
+  v_size  bigint := pg_catalog.pg_relation_size(('pgque.idempotency_' || v_cur)::regclass);
+  v_old   bigint := pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass);
+  v_live  text := 'i.idem_expires > $1 and exists (select from pgque.queue q where q.queue_id = i.idem_queue)';
+  v_half  boolean;
 begin
-  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
-  if v_sub.sub_main is not null then
-    select s.* into v_sub from pgque.subscriber s where s.sub_id = v_sub.sub_main;
-  end if;
-  return v_sub;
-end
-$$;
-
-create or replace function pgque._no_batch(p_batch bigint) returns void
-language plpgsql as $$
-begin
-  perform pgque._fail('PQ012', pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
-    'Receive again. The batch was finished already, another worker took it over, or it never existed.');
-end
-$$;
-
--- Locks a batch for a call that gives outcomes or changes its lease.  Calls that lock
--- all batches of the queue wait meanwhile.  A batch that belongs to no pool is locked
--- with its consumer.  Returns false if the consumer no longer exists.
-create or replace function pgque._lock_batch(p_sub pgque.subscriber, p_batch bigint) returns boolean
-language plpgsql as $$
-begin
-  if p_sub.sub_role = 'pool' then
-    perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
-    return true;
-  end if;
-  perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
-  return found;
-end
-$$;
-
--- Tries to lock many batches at once, and returns those that it locked: all of them
--- with one lock, or, if another session works with one of them, at most p_most of them
--- one by one; null: as many as half of the server's room for locks.  The caller holds
--- the consumer's lock.
-create or replace function pgque._hold_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
-language plpgsql as $$
-begin
-  if p_sub.sub_role <> 'pool'
-    or pg_catalog.cardinality(p_batches) > 3 and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue)
-  then
-    return p_batches;
-  end if;
-  return array(
-    select b.id
-    from pg_catalog.unnest(p_batches) with ordinality b (id, n)
-    where b.n <= coalesce(p_most, (select pgque._lock_room() / 2)) and pg_catalog.pg_try_advisory_xact_lock(b.id)
-    order by b.n);
-end
-$$;
-
--- Returns the delivery of a batch, or null.
-create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_position  pgque.position;
-begin
-  -- Both leaves in one statement: the row may move from one to the other.
-  select p.* into v_position from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub limit 1;
-  if not found and pgque._old_snapshot() then
-    -- The snapshot may show the row in neither leaf: then this fails with 40001.
-    perform pgque._journal_leaf();
-  end if;
-  return v_position;
-end
-$$;
-
--- Returns the state of batches that were delivered, in the order of the array:
---   * lease: the delivery
---   * place: where its messages without an outcome are: log, or retry for the retry
---     queue.  Null: the batch is closed.
---   * settled: how many of its messages have an outcome
---   * extended, until: how often its lease was extended, and when it ends
---   * lost: whether its worker got the answer that a message is lost
--- A batch keeps the place retry when its last message there was taken away: whether it
--- is open says _is_open().
-create or replace function pgque._states(
-  p_sub int, p_batches bigint[],
-  out token bigint, out lease pgque.position, out place text, out settled bigint, out extended bigint, out until timestamptz, out lost boolean
-) returns setof record
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_count  int;
-begin
-  return query
-  -- Both leaves in one statement: a row may move from one to the other, and be in both.
-  select b.id, l.row,
-    case when w.closed then null when (l.row).pos_fresh > 0 and not w.moved then 'log' else 'retry' end,
-    w.settled, w.extended, coalesce(w.until, (l.row).pos_until), w.lost
-  from pg_catalog.unnest(p_batches) with ordinality b (id, n)
-  cross join lateral (select p as row from pgque.position p where p.pos_batch = b.id and p.pos_sub + 0 = p_sub limit 1) l
-  cross join lateral (
-    select coalesce(bool_or(s.set_what = 'closed'), false) as closed, coalesce(bool_or(s.set_what = 'moved'), false) as moved,
-      coalesce(bool_or(s.set_what = 'lost'), false) as lost, count(distinct s.set_ev_id) filter (where s.set_what = 'outcome') as settled,
-      coalesce(max(s.set_ev_id) filter (where s.set_what = 'extended'), 0) as extended, max(s.set_until) as until
-    from pgque.settled s
-    where s.set_batch = b.id
-  ) w
-  order by b.n;
-  get diagnostics v_count = row_count;
-  if v_count < pg_catalog.cardinality(p_batches) and pgque._old_snapshot() then
-    -- The snapshot may show a delivery in neither leaf: then this fails with 40001.
-    perform pgque._journal_leaf();
-  end if;
-end
-$$;
-
--- Returns the batches of a list that are still open.  Of a pool, those that it has to
--- find by its position: the others are found by their messages in the retry queue.
-create or replace function pgque._still_open(p_sub pgque.subscriber, p_batches bigint[]) returns bigint[]
-language sql as $$
-  select array(select s.token from pgque._states(p_sub.sub_id, p_batches) s where s.place = 'log' or s.place = 'retry' and p_sub.sub_role <> 'pool')
-$$;
-
--- Records something about a batch: about messages, or about all of it (see
--- pgque.settled).  Returns the ids that were new, sorted; null if there is none.  A
--- transaction with an old snapshot writes to both leaves, and gets 40001 if a row that it
--- does not see is there.
-create or replace function pgque._record(
-  p_batch bigint, p_what pgque.settled_what, p_ids bigint[] default '{0}', p_until timestamptz default null, p_leaf int default null
-) returns bigint[]
-language plpgsql as $$
-declare
-  v_leaves  int[] := pgque._leaves_for(coalesce(p_leaf, pgque._journal_leaf()));
-  v_new     bigint[];
-begin
-  if pg_catalog.cardinality(p_ids) * pg_catalog.cardinality(v_leaves) = 1 then
-    insert into pgque.settled (set_batch, set_what, set_ev_id, set_until, leaf) values (p_batch, p_what, p_ids[1], p_until, v_leaves[1]) on conflict do nothing;
-    return case when found then p_ids end;
-  end if;
-  with new as (
-    insert into pgque.settled (set_batch, set_what, set_ev_id, set_until, leaf)
-    select p_batch, p_what, i.id, p_until, l.leaf
-    from pg_catalog.unnest(p_ids) i (id)
-    cross join pg_catalog.unnest(v_leaves) l (leaf)
-    on conflict do nothing
-    returning set_ev_id
-  )
-  select pg_catalog.array_agg(g.id order by g.id) into v_new
-  from (select n.set_ev_id as id from new n group by 1 having count(*) = pg_catalog.cardinality(v_leaves)) g;
-  return v_new;
-end
-$$;
-
--- Returns the open batches of a consumer whose messages are in the log.
-create or replace function pgque._held(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
-returns setof record
-language sql as $$
-  select s.token, s.lease, s.settled, s.until from pgque._states(p_sub, (pgque._position(p_sub)).pos_open) s where s.place = 'log'
-$$;
-
--- Returns those of them whose lease expired and whose messages nobody received since.
-create or replace function pgque._lapsed(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
-returns setof record
-language plpgsql as $$
-begin
-  -- No batch is read before the first lease may have expired.
-  if p_pos.pos_lapse <= pgque.clock() then
-    return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
-  end if;
-end
-$$;
-
--- Returns the open batch of a consumer that reads on its own, or of a subconsumer: it
--- is redelivered.  The batch is open until it is finished, even if each of its messages
--- has its outcome.  p_leaf is the current leaf.  If it has the delivery, it has the
--- outcomes too, and the other leaf, which may be about to be emptied, is not read.
-create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_token  bigint;
-begin
-  if p_sub.sub_role = 'pool' then
-    return null;
-  end if;
-  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
-    if v_token = p_pos.pos_batch and p_pos.leaf = p_leaf and p_leaf = 0 then
-      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
-    elsif v_token = p_pos.pos_batch and p_pos.leaf = p_leaf then
-      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
-    else
-      continue when pgque._still_open(p_sub, array[v_token]) = '{}';
-    end if;
-    if p_worker is null or (pgque._lease(p_sub.sub_id, v_token)).pos_worker = p_worker then
-      return v_token;
-    end if;
-  end loop;
-  return null;
-end
-$$;
-
--- Returns where a consumer stands: before its open batch if it reads on its own, else
--- after the newest delivery.
-create or replace function pgque._standing(p_sub pgque.subscriber, p_pos pgque.position) returns pgque.position
-language plpgsql as $$
-begin
-  if p_sub.sub_role = 'normal' and p_pos.pos_batch is not null and pgque._open_batch_of(p_sub, p_pos, null) = p_pos.pos_batch then
-    return p_pos;
-  end if;
-  return pgque._next_from(p_pos);
-end
-$$;
-
--- Returns the position from which on a subscriber needs messages: its own, or that of
--- the oldest of its open batches.  A subscriber that received all of a window has
--- passed it, even before its next call.
-create or replace function pgque._oldest_need(p_sub int) returns pgque.position
-language plpgsql as $$
-declare
-  v_pos    pgque.position := pgque._next_from(pgque._position(p_sub));
-  v_lease  pgque.position;
-begin
-  if pg_catalog.cardinality(v_pos.pos_open) > 0 then
-    select (h.lease).* into v_lease
-    from pgque._held(p_sub) h
-    where (h.lease).pos_tick < v_pos.pos_tick
-    order by (h.lease).pos_tick
-    limit 1;
-    if found then
-      return v_lease;
-    end if;
-  end if;
-  return v_pos;
-end
-$$;
-
--- Returns the condition that a row e has its outcome in a batch.  It is a probe of the
--- index: EXISTS lets the planner compare each row with all outcomes of the batch.  Null for
--- no batch.
-create or replace function pgque._has_outcome_sql(p_batch bigint) returns text
-language sql immutable strict as $$
-  select pg_catalog.format(
-    '(select s.set_batch from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id and s.set_what = ''outcome'' limit 1) is not null', p_batch)
-$$;
-
--- Returns a query for the rows of a batch that came from the log and have no outcome.
-create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '', p_places text[] default null) returns text
-language sql as $$
-  select pgque._slice_sql(p_sub, p_lease, p_and || ' and not (' || pgque._has_outcome_sql(p_lease.pos_batch) || ')', p_places => p_places)
-$$;
-
--- Returns whether a worker's batch in the retry queue still has all of its messages,
--- apart from those that were settled one by one.  It has not if some of them were
--- delivered to another worker or removed, or are just being taken.  Locks those messages.
--- The caller holds the batch's lock.
-create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_state    record;
-  v_waiting  bigint;
-begin
-  select s.* into v_state from pgque._states(p_sub, array[p_batch]) s;
-  if v_state.place = 'log' or (select s.sub_role from pgque.subscriber s where s.sub_id = p_sub) <> 'pool' then
-    return true;   -- no other worker can have a part of it
-  end if;
-  select count(*) into v_waiting
-  from (
-    select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
-  ) r;
-  return not v_state.lost
-    and v_waiting >= case when (v_state.lease).pos_fresh > 0 then (v_state.lease).pos_done_count else (v_state.lease).pos_shelf end - v_state.settled;
-end
-$$;
-
--- Acknowledges a whole batch.  Returns 0 if it is not open, or not whole.
---
--- To record that the batch is closed is not enough: its messages may be in the retry
--- queue, and would be delivered to others.  And a worker's batch there may have been
--- delivered to others in part: to acknowledge the rest would tell its worker that all is
--- done.  Such a batch has nothing that could be closed: it is open as long as messages
--- wait under its id.
-create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_place  text;
-begin
-  if not pgque._lock_batch(p_sub, p_batch) then
+  if v_size < 4194304 and v_old = 0 then
     return 0;
   end if;
-  select s.place into v_place from pgque._states(p_sub.sub_id, array[p_batch]) s;
-  if v_place is null or not pgque._still_whole(p_sub.sub_id, p_batch) then
+  perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
+  if not found then
     return 0;
   end if;
-  delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
-  if p_sub.sub_role = 'pool' and v_place = 'retry' then
-    return found::int;
+  if v_old = 0 then
+    update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
+    return 1;
   end if;
-  if pgque._old_snapshot() then
-    -- This snapshot may not see that the batch was moved: the primary key finds it out.
-    perform pgque._record(p_batch, 'moved');
+  -- Counted without the lock: the lock blocks every send_idem().
+  execute pg_catalog.format('select count(*) filter (where %s) * 2 > count(*) from pgque.idempotency_%s i', v_live, 1 - v_cur)
+  into v_half using pgque.clock();
+  if v_half and v_size < v_old then
+    return 0;
   end if;
-  return (pgque._record(p_batch, 'closed') is not null)::int;
-end
-$$;
-
--- Moves the messages of a batch that have no outcome from the log to the retry queue,
--- under the same batch id.  They may be delivered from p_due on.  With p_token they get
--- another batch id and worker instead, or none if it is 0, with p_deliveries more
--- deliveries.  Returns how many there are.  The caller holds the batch's lock.
-create or replace function pgque._shelve(
-  p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz, p_token bigint default null, p_worker text default null, p_deliveries int default 0
-) returns bigint
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_token  bigint := nullif(coalesce(p_token, p_lease.pos_batch), 0);
-  v_rows   text := pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, p_lease));
-  v_ids    bigint[];
-begin
+  execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
   execute pg_catalog.format(
-    'with moved as ('
-    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
-    -- If the consumer was moved back, the message may already be in the retry queue.
-    -- Then this batch takes it over from the one that has it there.
-    ' on conflict (ev_owner, ev_id, ev_queue) do update'
-    ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)'
-    ' returning ev_id) select pg_catalog.array_agg(m.ev_id) from moved m', v_rows)
-  into v_ids
-  using p_sub, p_due, v_token, case when v_token is not null then coalesce(p_worker, p_lease.pos_worker) end, p_deliveries;
-  if pgque._old_snapshot() then
-    -- This snapshot may not see that the batch was closed, or that a message has its
-    -- outcome: the primary key finds it out.  The rows for this check are undone.
-    begin
-      perform pgque._record(p_lease.pos_batch, 'closed'), pgque._record(p_lease.pos_batch, 'outcome', v_ids);
-      perform pgque._let_go();
-    exception
-      when sqlstate 'PQ099' then
-        null;
-    end;
-  end if;
-  perform pgque._record(p_lease.pos_batch, 'moved');
-  return coalesce(pg_catalog.cardinality(v_ids), 0);
-end
-$$;
-
--- Checks every batch of a consumer that may be open.  If the lease expired, messages
--- without an outcome go to the retry queue and may be delivered at once.  Until one is
--- delivered, the old batch id stays valid.  A batch that its worker is just finishing
--- counts as alive.
-create or replace function pgque._reap(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
-language plpgsql as $$
-declare
-  v_open   bigint[] := '{}';
-  v_lapse  timestamptz;
-  v_tried  int := 0;
-  v_held   record;
-  v_state  record;
-begin
-  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h loop
-    if v_held.until <= p_now and v_tried < 200 then
-      -- The server has room for some thousand locks.  The next call continues.
-      v_tried := v_tried + 1;
-      if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' then
-        select s.place, s.until into v_state from pgque._states(p_sub.sub_id, array[v_held.token]) s;
-        continue when v_state.place is distinct from 'log';
-        v_held.until := v_state.until;
-        if v_held.until <= p_now then
-          perform pgque._shelve(p_sub, v_held.lease, p_now);
-          continue;
-        end if;
-      else
-        v_held.until := p_now + interval '1 second';
-      end if;
-    end if;
-    v_open := v_open || v_held.token;
-    v_lapse := least(v_lapse, v_held.until);
-  end loop;
-  if p_sub.sub_role <> 'pool' then
-    v_open := pgque._still_open(p_sub, p_pos.pos_open);   -- with those from the retry queue, which are redelivered
-  end if;
-  p_pos.pos_open := v_open;
-  p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
-  p_pos.pos_lapse := v_lapse;
-  return p_pos;
-end
-$$;
-
--- Copies the open batches of a consumer to the current leaf.  The caller holds the
--- subscriber's lock, so there are no new ones.
-create or replace function pgque._carry_leases(p_sub pgque.subscriber, p_cur int) returns void
-language plpgsql as $$
-declare
-  v_token  bigint;
-begin
-  foreach v_token in array pgque._hold_batches(p_sub, array(
-    select o.token
-    from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
-    where not pgque._carried(p_sub.sub_id, o.token, p_cur)), 500)
-  loop
-    insert into pgque.position
-    select (pgque._in_leaf(l, p_cur)).* from pgque._lease(p_sub.sub_id, v_token) l where l.pos_sub is not null
-    on conflict do nothing;
-    insert into pgque.settled (set_batch, set_what, set_ev_id, set_until, leaf)
-    select s.set_batch, s.set_what, s.set_ev_id, s.set_until, p_cur from pgque.settled s where s.set_batch = v_token
-    on conflict do nothing;
-  end loop;
-end
-$$;
-
--- Returns whether a leaf has all rows of a batch, or none is needed.
-create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.leaf = p_cur);
-  v_place  text;
-begin
-  select s.place into v_place from pgque._states(p_sub, array[p_batch]) s;
-  if not found then
-    return true;
-  elsif v_place is null then
-    -- The row that closes a batch must be in each leaf that has its delivery.
-    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.set_what = 'closed' and s.leaf = p_cur);
-  end if;
-  return v_there
-    and not exists (
-      select s.set_what, s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf <> p_cur
-      except
-      select s.set_what, s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf = p_cur);
-end
-$$;
--- ---------------------------------------------------------------------------
--- subscribe: consumers of a queue
--- ---------------------------------------------------------------------------
-
--- Returns the row of a consumer by name.  The server inlines it.  OFFSET 0 fixes the
--- order of the joins, so that the name is looked up first: without statistics the
--- planner would read all subscribers of the queue.
-create or replace function pgque._named(p_queue_id int, p_consumer text) returns setof pgque.subscriber
-language sql stable as $$
-  select s.*
-  from (select c.co_id from pgque.consumer c where c.co_queue in (0, p_queue_id) and c.co_name = p_consumer collate pg_catalog."default" offset 0) c
-  cross join lateral (select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_consumer = c.co_id and s.sub_main is null offset 0) s
-$$;
-
--- Returns the subscriber for a queue and a consumer, without a lock, the current leaf
--- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
--- PQ011 if there is none.
-create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_found  record;
-  v_queue  pgque.queue;
-begin
-  select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
-  from pgque.queue q
-  cross join lateral pgque._named(q.queue_id, p_consumer) s
-  cross join pgque.journal j
-  where q.queue_name = p_queue collate pg_catalog."default"
-    and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
-  if not found then
-    -- p_queue is a queue_uid, or the queue has got this name since that query began.  The
-    -- next query finds the queue by its id, because the queue may have another name by then.
-    v_queue := pgque._queue(p_queue, p_caller, 'consume');
-    select s as sub, j.journal_cur, v_queue.queue_archive_on_ack, v_queue.queue_restored into v_found
-    from pgque._named(v_queue.queue_id, p_consumer) s
-    cross join pgque.journal j;
-    if not found then
-      perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
-        'Subscribe it first: select pgque.subscribe(queue, consumer);');
-    end if;
-  end if;
-  if v_found.queue_restored then
-    perform pgque._need_loaded(q) from pgque.queue q where q.queue_id = (v_found.sub).sub_queue;
-  end if;
-  sub := v_found.sub;
-  leaf := v_found.journal_cur;
-  archives := v_found.queue_archive_on_ack;
-end
-$$;
-
-create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
-language sql as $$ select (pgque._find(p_queue, p_consumer, p_caller)).sub $$;
-
--- Locks a subscriber against its own other calls and returns its role.  A transaction
--- with an old snapshot that does not show a change since fails with 40001.
-create or replace function pgque._lock_subscriber(p_sub int) returns text
-language plpgsql as $$
-declare
-  v_role  text;
-begin
-  select s.sub_role into v_role from pgque.subscriber s where s.sub_id = p_sub for no key update;
-  if not found then
-    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'Subscribe the consumer again. It was unsubscribed while this call waited.');
-  end if;
-  return v_role;
-end
-$$;
-
--- Does the same, and returns its position.
-create or replace function pgque._lock_position(p_sub int) returns pgque.position
-language plpgsql as $$
-begin
-  perform pgque._lock_subscriber(p_sub);
-  return pgque._position(p_sub);
-end
-$$;
-
--- Returns the tick for start_at: latest, earliest, a tick id, or a time (the last tick
--- before it).
-create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns pgque.tick
-language plpgsql as $$
-declare
-  v_tick   pgque.tick;
-  v_ticks  text := pgque._ticks_sql(p_queue.queue_id);
-begin
-  if p_start_at is null then
-    null;
-  elsif p_start_at = 'latest' then
-    v_tick := pgque._last_tick(p_queue);
-  elsif p_start_at = 'earliest' then
-    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
-  elsif p_start_at ~ '^[0-9]{1,19}$' then
-    v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
-  else
-    execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)), t.tick_id desc limit 1', v_ticks)
-    into v_tick using p_start_at::timestamptz;
-  end if;
-  if v_tick.tick_id is not null then
-    return v_tick;
-  end if;
-  perform pgque._fail('PQ005', pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
-    'Start at latest, earliest, the id of a stored tick, or a timestamp.');
-exception
-  when data_exception then
-    perform pgque._fail('PQ005', pg_catalog.format('cannot start at %L on queue %I', p_start_at, p_queue.queue_name),
-      'Start at latest, earliest, the id of a stored tick, or a timestamp.');
-end
-$$;
-
--- Adds a subscriber row with its first position.  The low 20 bits of its id are unique.
--- After 2^31 numbers the sequence begins again: a number whose earlier subscriber left
--- positions or retries is skipped.
-create or replace function pgque._add_subscriber(
-  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick, p_caller name
-) returns int
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_seq       regclass := pg_catalog.pg_get_serial_sequence('pgque.subscriber', 'sub_id');
-  v_position  pgque.position;
-  v_id        int;
-begin
-  perform pgque._need_queue(p_queue_id);
-  perform pgque._need_place(p_queue_id, p_caller);
-  for v_try in 0..2097152 loop
-    v_id := pg_catalog.nextval(v_seq);
-    if not exists (select from pgque.subscriber s where (s.sub_id & 1048575) = (v_id & 1048575))
-      and not exists (select from pgque.position p where p.pos_sub = v_id)
-      and not exists (select from pgque.retry_queue r where r.ev_owner = v_id)
-    then
-      insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker, sub_archived)
-      values (v_id, p_queue_id, p_consumer, p_role, p_main, p_worker,
-        p_main is null and (select q.queue_archive_on_ack from pgque.queue q where q.queue_id = p_queue_id))
-      on conflict ((sub_id & 1048575)) do nothing
-      returning sub_id into v_position.pos_sub;
-      exit when found;
-    end if;
-    if v_try % 65536 = 0 and (select pg_catalog.count(*) from pgque.subscriber) >= 1048576 then
-      exit;
-    end if;
-  end loop;
-  if v_position.pos_sub is null then
-    perform pgque._fail('program_limit_exceeded', 'all 1048576 numbers of subscribers are taken',
-      'Unsubscribe consumers and subconsumers that are not in use: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;');
-  end if;
-  v_position.pos_seq := 0;
-  v_position.pos_last_batch := 0;
-  v_position.pos_skipped := 0;
-  perform pgque._append_position(pgque._at_tick(v_position, p_tick));
-  return v_position.pos_sub;
-end
-$$;
-
--- Limits a role that has a right to this queue only to the queue's max_consumers: PQ003
--- if there are that many.  These roles subscribe to a queue one after the other, in a
--- transaction whose snapshot shows all consumers.
-create or replace function pgque._need_place(p_queue_id int, p_caller name) returns void
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_queue  pgque.queue;
-  v_count  bigint;
-begin
-  if pgque._may(p_caller, 'consume', null) then
-    return;
-  end if;
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
-  if v_queue.queue_max_consumers = 0 then
-    return;
-  end if;
-  perform pgque._need_read_committed('a new consumer of a role with a right to one queue');
-  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.subscribe'), p_queue_id);
-  select pg_catalog.count(*) into v_count
-  from (select from pgque.subscriber s where s.sub_queue = p_queue_id limit v_queue.queue_max_consumers) s;
-  if v_count >= v_queue.queue_max_consumers then
-    perform pgque._fail('PQ003', pg_catalog.format('queue %I has max_consumers consumers', v_queue.queue_name),
-      pg_catalog.format('Unsubscribe consumers that are not in use. Or a member of pgque_admin raises the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
-        v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint),
-      pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers));
-  end if;
-end
-$$;
-
-create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_new  int := pgque._subscribe($1, $2, 'normal', $3, caller);
-  v_sub  pgque.subscriber;
-begin
-  if $4 is true then
-    v_sub := pgque._subscriber($1, $2, caller);
-    if v_new = 0 and not v_sub.sub_keyed then
-      perform pgque._fail('PQ006', format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
-        'Unsubscribe it first, or subscribe another consumer.');
-    elsif v_new = 1 then
-      update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
-    end if;
-  end if;
-  perform pgque._did('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'keyed_order', nullif($4, false))) where v_new = 1;
-  return v_new;
-end
-$$;
-comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
-  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after '
-  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). keyed_order: messages of one partition_key or key are '
-  'delivered to workers one at a time, in order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has '
-  'max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at.';
-
-create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
-language plpgsql as $$
-declare
-  v_queue  pgque.queue;
-  v_co     int;
-begin
-  v_queue := pgque._queue(p_queue, p_caller, 'consume');
-  v_co := pgque._consumer(p_consumer, v_queue.queue_id);
-  if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
-    return 0;
-  end if;
-  perform pgque._let_keys_be_said(v_queue);
-  -- The lock keeps rotation from emptying the table of this tick.
-  select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for share;
-  if not found then
-    perform pgque._no_queue(p_queue);
-  end if;
-  perform pgque._rebase(v_queue.queue_id);
-  perform pgque._depth_grows(v_queue.queue_id);
-  perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at), p_caller);
+    'insert into pgque.idempotency select i.idem_queue, i.idem_key, i.idem_n, i.idem_ev_id, i.idem_expires, %s from pgque.idempotency_%s i where %s on conflict do nothing',
+    v_cur, 1 - v_cur, v_live)
+  using pgque.clock();
+  execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
+  update pgque.journal j set journal_emptied_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
   return 1;
 exception
-  when unique_violation then
+  when lock_not_available then
     return 0;
 end
 $$;
+-- ---------------------------------------------------------------------------
+-- names: PgQ's names for functions of core and delivery
+-- ---------------------------------------------------------------------------
 
--- Returns the id of the name of a queue's consumer, and stores the name if it is new.
-create or replace function pgque._consumer(p_consumer text, p_queue_id int) returns int
-language plpgsql as $$
-declare
-  v_id  int;
-begin
-  if coalesce(p_consumer, '') = '' or pg_catalog.octet_length(p_consumer) > 1000 then
-    perform pgque._fail('PQ004', pg_catalog.format('invalid consumer name for queue %I', (select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)),
-      'A consumer name has 1 to 1000 bytes; any character is allowed.');
-  end if;
-  for v_try in 1..2 loop
-    select c.co_id into v_id
-    from pgque.consumer c
-    where c.co_queue in (0, p_queue_id) and c.co_name = p_consumer collate pg_catalog."default"
-    order by c.co_queue
-    limit 1;
-    exit when found;
-    insert into pgque.consumer (co_name, co_queue) values (p_consumer, p_queue_id) on conflict (co_queue, co_name) do nothing;
-  end loop;
-  return v_id;
-end
+-- Nothing in core and delivery calls them.
+
+create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
+language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
+comment on function pgque.set_queue_config(text, text, text) is
+  'PgQ''s name for alter_queue(), for one setting: sets it and returns 1; NULL restores its default. Errors: PQ001 no such queue; PQ005 unknown '
+  'setting or invalid value.';
+
+create or replace function pgque.insert_event(
+  queue_name text, ev_type text, ev_data text,
+  ev_extra1 text, ev_extra2 text, ev_extra3 text, ev_extra4 text
+) returns bigint
+language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
+comment on function pgque.insert_event(text, text, text, text, text, text, text) is
+  'PgQ''s name for send(): sends one message with the four extra texts of an event, and returns its id. Errors: PQ001 no such queue; PQ013 the '
+  'queue is paused.';
+
+create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
+language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
+comment on function pgque.insert_event(text, text, text) is
+  'PgQ''s name for send(): sends one message, whose extra texts are NULL, and returns its id. Errors: PQ001 no such queue; PQ013 the queue is '
+  'paused.';
+
+create or replace function pgque.current_event_table(queue_name text) returns text
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+  select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
+comment on function pgque.current_event_table(text) is
+  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. With its column defaults, a row of ev_type and '
+  'ev_data is a complete event. Call it again in each transaction: rotation changes the table. If an ev_id was taken in an earlier transaction, a '
+  'tick may cover its row up to a minute later. Errors: PQ001 no such queue.';
+
+create or replace function pgque.force_tick(queue_name text) returns bigint
+language sql as $$ select pgque.force_next_tick($1) $$;
+comment on function pgque.force_tick(text) is 'PgQ''s name for force_next_tick().';
 
 create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
@@ -6472,1417 +9137,316 @@ comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller)
   'Subscribes a consumer at a tick and returns 1. If it is subscribed already, it is moved to that tick, its open batch is dropped, and the call '
   'returns 0. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is no longer stored.';
 
--- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
--- The archive lacks the messages that the consumer is moved past.
-create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
-language plpgsql as $$
-begin
-  if p_sub.sub_role = 'normal' then
-    perform pgque._drop_batch(p_sub, o.token) from pg_catalog.unnest(p_position.pos_open) o (token);
-    p_position.pos_open := '{}';
-  end if;
-  update pgque.subscriber s set sub_archived = s.sub_archived and p_tick.tick_id <= p_position.pos_tick, sub_history = null
-  where s.sub_id = p_sub.sub_id and (s.sub_archived and p_tick.tick_id > p_position.pos_tick or s.sub_history is not null);
-  p_position.pos_high := greatest(p_position.pos_high, p_position.pos_tick, p_position.pos_next_tick);
-  perform pgque._append_position(pgque._at_tick(p_position, p_tick));
-end
-$$;
-
--- Takes a batch from its worker.  Its messages from the log are passed, and those from
--- the retry queue are released.
-create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
-language plpgsql as $$
-begin
-  perform pgque._record(p_batch, 'closed');
-  perform pgque._hand_back(p_sub, p_batch);
-end
-$$;
-
--- Deletes the positions of former consumers once the last consumer is unsubscribed: in a
--- dump, positions without consumers show that the consumers are not loaded yet (_lacks).
-create or replace function pgque._forget_positions() returns void
-language sql as $$
-  delete from pgque.position where not exists (select from pgque.subscriber)
-$$;
-
-create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name, caller, 'consume');
-  v_main   int;
-  v_count  int;
-  v_rows   int;
-begin
-  select s.sub_id into v_main
-  from pgque.subscriber s
-  join pgque.consumer c on c.co_id = s.sub_consumer
-  where s.sub_queue = v_queue.queue_id and c.co_name = unsubscribe.consumer_name collate "default" and s.sub_main is null
-  for update of s;
-  if not found then
-    return 0;
-  end if;
-  delete from pgque.subscriber s where s.sub_main = v_main;
-  get diagnostics v_count = row_count;
-  -- Maintenance deletes rows that this snapshot does not show.
-  delete from pgque.retry_queue r where r.ev_owner = v_main;
-  delete from pgque.subscriber s where s.sub_id = v_main;
-  get diagnostics v_rows = row_count;
-  perform pgque._forget_positions();
-  perform pgque._did('unsubscribe', v_queue.queue_name, jsonb_build_object('consumer_name', unsubscribe.consumer_name)) where v_rows > 0;
-  return v_count + v_rows;
-end
-$$;
-comment on function pgque.unsubscribe(text, text, pgque.caller) is
-  'Removes a consumer from a queue with its workers and its pending retries; its dead letters stay. Returns the number of subscribers removed, 0 if '
-  'it was not subscribed. Errors: PQ001 no such queue.';
-
 create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
 comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for unsubscribe().';
--- ---------------------------------------------------------------------------
--- ordinary: the usual delivery in one statement
--- ---------------------------------------------------------------------------
 
--- Most deliveries need none of what makes receive() long: the consumer has received its
--- last batch, nothing waits for it in the retry queue, and no option of the queue chooses
--- from its messages.  These deliveries are ordinary.  receive() then runs three statements:
---   1. _poll_L finds the consumer, and locks it if an ordinary delivery may follow.  If
---      there is nothing to do, it locks nothing, and the call ends.
---   2. a dynamic statement calls _ordinary_N_L.
---   3. In that function, one statement reads the position, opens the window, reads the
---      messages, and stores the new position.
--- L is the leaf of the journal that is written, N the queue.  The text of these functions
--- is fixed, so a session plans them once.
---
--- If a delivery is not ordinary, these statements change nothing, and receive() goes the
--- general way.  _ordinary_sql() and the conditions of statement 3 say what is ordinary.
---
--- Why the consumer is locked by a statement before the one that delivers: a statement
--- that waited for a lock reads its tables as they were before, and would deliver what
--- another worker has just received.  So statement 3 also checks again which leaf is
--- written.  Each function uses this leaf only: a session that used the other one would
--- keep it from being emptied.
---
--- Why probes are scalar subqueries with a limit: EXISTS in their place lets the planner read
--- the rows of all consumers into a hash table.
---
--- Why FROM has commas in place of JOIN: a plan of a session keeps a list of all columns for
--- each JOIN.  That made a third of its memory.
---
--- Tests switch ordinary deliveries off: set pgque.ordinary = off.
+create or replace function pgque.finish_batch(batch_id bigint) returns int
+language sql as $$ select pgque.ack($1) $$;
+comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
 
--- Returns the newest position of a subscriber in a leaf, as a query; no row if another leaf
--- is written.
---   * tick, fresh: where the next window begins, and whether it is a new one
---   * open: batches that may be open, without the newest one if that is closed
---   * p_more: more columns of p
-create or replace function pgque._newest_sql(p_leaf int, p_sub text, p_more text default '') returns text
-language sql immutable as $$
-  select pg_catalog.format(
-    'select p.pos_lapse, case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_tick else p.pos_tick end as tick,'
-    ' p.pos_next_tick is null or p.pos_fresh > 0 and p.pos_last_id is null as fresh,'
-    ' case when (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p.pos_batch and z.set_ev_id = 0 and z.set_what = ''closed'') is null then p.pos_open'
-    ' else pg_catalog.array_remove(p.pos_open, p.pos_batch) end as open, p.pos_due%3$s'
-    ' from pgque.position_%1$s p'
-    ' where p.pos_sub = %2$s and p.leaf = (select j.journal_cur from pgque.journal j where j.journal_id = 1)'
-    ' order by p.pos_seq desc limit 1', p_leaf, p_sub, p_more)
-$$;
-
--- Returns the condition that a consumer has nothing but its window to do: no lease may
--- have expired, and no batch of a consumer on its own is open.  p is its newest position.
-create or replace function pgque._quiet_sql() returns text
-language sql immutable as $$
-  select '(p.pos_lapse <= v_now) is not true and (p_worker is not null or coalesce(pg_catalog.cardinality(p.open), 0) = 0)'
-$$;
-
--- Returns the condition that the options of a queue q and of its subscriber s allow
--- ordinary deliveries.
-create or replace function pgque._ordinary_sql() returns text
-language sql immutable as $$
-  select 'q.queue_throughput_limit = 0 and not q.queue_keyed and not q.queue_expiring'
-    ' and not s.sub_keyed and not s.sub_offsets'
-$$;
-
--- _poll_0 and _poll_1: begin a delivery.  Each reads one leaf of the journal.
---   * idle: nothing can be delivered
---   * locked: the consumer is locked, and an ordinary delivery may follow
---   * sub, queue, attempts, lease: the consumer, and what its delivery needs to know
---   * looked: when it read which messages of the retry queue are due
--- All is null if the call fits no consumer, or the other leaf is written.
-do $leaves$
-begin
-  for n in 0..1 loop
-    execute pg_catalog.format(
-      $template$
-      create or replace function pgque._poll_%1$s(
-        p_queue text, p_consumer text, p_worker text, p_caller name,
-        out idle boolean, out locked boolean, out sub int, out queue int, out attempts int, out lease interval,
-        out looked timestamptz
-      )
-      language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
-      declare
-        v_now  timestamptz := pgque.clock();
-      begin
-        looked := v_now;
-        select l.quiet and l.read, h.sub_id is not null, l.sub_id, l.queue_id, l.queue_max_receive_attempts, l.queue_visibility_timeout
-        into idle, locked, sub, queue, attempts, lease
-        from (
-          select s.sub_id, s.sub_role, q.queue_id, q.queue_max_receive_attempts, q.queue_visibility_timeout, %4$s as ordinary,
-            %3$s and (
-              select r.ev_owner from pgque.retry_queue r
-              where r.ev_owner = s.sub_id and r.ev_retry_after >= pgque._due_from(p.pos_due, v_now) and r.ev_retry_after <= v_now
-              limit 1) is null as quiet,
-            -- The sequence has the newest tick (see _store_tick).  So a poll reads no table of ticks.
-            p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
-          from pgque.queue q,
-            pgque._named(q.queue_id, p_consumer) s,
-            lateral (%2$s) p
-          where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
-            and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
-            and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id))
-          offset 0
-        ) l
-        left join lateral (
-          -- After a wait for the lock, the conditions hold for the row as it is then.
-          select s.sub_id from pgque.subscriber s
-          where l.quiet and l.ordinary and l.read is not true
-            and s.sub_id = l.sub_id and s.sub_role = l.sub_role and not s.sub_keyed and not s.sub_offsets
-          for no key update
-        ) h on true;
-      end
-      $body$
-      $template$, n, pgque._newest_sql(n, 's.sub_id'), pgque._quiet_sql(), pgque._ordinary_sql());
-  end loop;
-end
-$leaves$;
-
--- Creates the two functions for the ordinary deliveries of a queue, one for each leaf of
--- the journal.  The caller has the subscriber's lock, and passes what _poll_L returned.
--- They return nothing, and change nothing, if the delivery is not ordinary or its window
--- is empty.
---
--- As in _xids(), a window has the transactions from lo to hi, and each one that ran at
--- its first tick and is visible in its last one.  The window ends as in _open_window():
--- at the furthest of the next 100 ticks up to the number of events asked for, at least
--- at the next one.  One message more than asked for is read, to know whether the window
--- has more.
-create or replace function pgque._create_ordinary(p_queue_id int) returns void
-language plpgsql as $function$
+create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_events  text;
-  v_ticks   text;
-  v_more    text :=
-    ', p.pos_seq, p.pos_high, p.pos_skipped, p.pos_prune, p.pos_paid, p.pos_last_batch, p.pos_next_tick, p.pos_next_snapshot, p.pos_next_event_seq,'
-    ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_snapshot else p.pos_snapshot end as snapshot,'
-    ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_event_seq else p.pos_event_seq end as event_seq,'
-    ' case when p.pos_fresh > 0 then p.pos_last_id else p.pos_done_id end as done_id,'
-    -- A worker that has a message for the last time receives nothing besides (_is_suspect).
-    ' (select r.ev_owner from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_worker = p_worker and r.ev_batch is not null'
-    ' and r.ev_receives > coalesce(r.ev_retry, 0) + 1 and r.ev_receives >= p_attempts and r.ev_retry_after + ''0'' > v_now limit 1) is not null as alone';
-begin
-  select pg_catalog.string_agg(pg_catalog.format(
-      'select e.*'
-      ' from pgque.event_%s_%s e where e.ev_txid >= x.lo and e.ev_txid < x.hi and pg_catalog.pg_visible_in_snapshot(e.ev_txid, w.next_snapshot)'
-      ' and (e.ev_owner is null or e.ev_owner = p_sub) and e.ev_id > coalesce(w.done_id, 0)', p_queue_id, n), ' union all ' order by n),
-    pg_catalog.string_agg(pg_catalog.format('select tick_id, tick_snapshot, tick_event_seq from pgque.tick_%s_%s', p_queue_id, n), ' union all ' order by n)
-  into v_events, v_ticks
-  from pg_catalog.generate_series(0, 2) n;
-  for n in 0..1 loop
-    perform pgque._compile(pg_catalog.format(
-      $template$
-      create or replace function pgque._ordinary_%1$s_%2$s(
-        p_sub int, p_max bigint, p_bytes bigint, p_worker text, p_lease interval, p_attempts int, p_queue text, p_looked timestamptz
-      ) returns setof pgque.delivery
-      language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
-      declare
-        v_now    timestamptz := pgque.clock();
-        v_until  timestamptz := case when p_worker is null then 'infinity' else v_now + p_lease end;
-        v_span   bigint := case when p_worker is null then p_max else greatest(p_max, 1000) end;
-      begin
-        return query
-        with w as materialized (
-          select p.pos_seq, p.pos_high, p.pos_skipped, p.pos_prune, p.pos_lapse, p.pos_paid, p.pos_due, p.open, p.tick, p.snapshot, p.event_seq, p.done_id,
-            case when p.fresh then n.tick_id else p.pos_next_tick end as next_tick,
-            case when p.fresh then n.tick_snapshot else p.pos_next_snapshot end as next_snapshot,
-            case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end as next_event_seq,
-            -- as in _new_batch_id()
-            (greatest((p.pos_last_batch >> 20) + 1, ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20) | (p_sub & 1048575) as token
-          from (%3$s) p
-          left join lateral (
-            select t.tick_id, t.tick_snapshot, t.tick_event_seq
-            -- With a condition in each of the three parts, all ticks would be sorted.
-            from (select t.* from (%4$s) t where t.tick_id > p.tick order by t.tick_id limit 100) t
-            order by t.tick_event_seq <= p.event_seq + v_span desc, case when t.tick_event_seq <= p.event_seq + v_span then - t.tick_id else t.tick_id end
-            limit 1
-          ) n on p.fresh
-          where not p.alone and %5$s
-            -- A consumer that was moved back may find an event and its retry in one window.
-            and (p.tick < p.pos_high) is not true
-            and (pg_catalog.cardinality(p.open) >= p.pos_prune) is not true
-            and case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end - p.event_seq <= greatest(10 * p_max, 500)   -- as in _is_big()
-        ),
-        m as materialized (
-          select e.ev_id, e.ev_key, e.ev_expires, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_type, e.ev_retry, e.ev_time,
-            e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_error
-          from w, lateral (
-            select pg_catalog.pg_snapshot_xmax(w.snapshot), pg_catalog.pg_snapshot_xmax(w.next_snapshot)
-            union all
-            select x.xid, (x.xid::text::bigint + 1)::text::xid8
-            from pg_catalog.pg_snapshot_xip(w.snapshot) x (xid)
-            where pg_catalog.pg_visible_in_snapshot(x.xid, w.next_snapshot)
-          ) x (lo, hi), lateral (%6$s offset 0) e
-          order by e.ev_id
-          limit p_max + 1
-        ),
-        d as (
-          insert into pgque.position_%2$s (
-            pos_sub, pos_seq, pos_time, pos_tick, pos_snapshot, pos_event_seq, pos_next_tick, pos_next_snapshot, pos_next_event_seq, pos_done_id,
-            pos_last_id, pos_batch, pos_last_batch, pos_done_count, pos_high, pos_skipped, pos_worker, pos_until, pos_fresh, pos_shelf,
-            pos_open, pos_prune, pos_lapse, pos_paid, pos_due)
-          select p_sub, w.pos_seq + 1, v_now, w.tick, w.snapshot, w.event_seq, w.next_tick, w.next_snapshot, w.next_event_seq, w.done_id,
-            c.last_id, w.token, w.token, least(c.n, p_max), w.pos_high, w.pos_skipped, p_worker, v_until, 1, 0,
-            w.open || w.token, coalesce(w.pos_prune, 64),
-            case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid,
-            pgque._looked(w.pos_due, p_looked)
-          from (
-            select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id))[p_max] end as last_id,
-              count(*) filter (where m.ev_key is not null or m.ev_expires is not null) as optional,
-              sum(pgque._size(m.ev_data, m.ev_bytes, m.ev_headers)) filter (where p_bytes is not null) as bytes
-            from m
-          ) c, w
-          -- The first messages with a key or a ttl may not be noted in the queue's row yet.
-          where c.n > 0 and c.optional = 0 and (c.bytes > p_bytes) is not true
-          returning pos_batch, pos_last_id
-        )
-        -- As above, m is read in its order: there is one row of d, and no other way to join it.
-        select m.ev_id, d.pos_batch, m.ev_type, m.ev_data, coalesce(m.ev_retry, 0), m.ev_time, m.ev_extra1, m.ev_extra2, m.ev_extra3, m.ev_extra4,
-          m.ev_headers, m.ev_key, m.ev_bytes, coalesce(m.ev_retry, 0) + 1, m.ev_error, m.ev_expires, p_queue
-        from d, m
-        where (m.ev_id > d.pos_last_id) is not true;
-      end
-      $body$
-      $template$, p_queue_id, n, pgque._newest_sql(n, 'p_sub', v_more), v_ticks, pgque._quiet_sql(), v_events));
-  end loop;
-end
-$function$;
-
--- _done_0 and _done_1: acknowledge a batch that was delivered from the log, in one
--- statement.  Each uses one leaf of the journal.  Returns false, and changes nothing, if
--- the batch is not there, was moved to the retry queue, or is closed.  The caller has the
--- batch's lock.
-do $leaves$
-begin
-  for n in 0..1 loop
-    execute pg_catalog.format(
-      $template$
-      create or replace function pgque._done_%1$s(p_batch bigint, p_sub int) returns boolean
-      language plpgsql as $body$
-      begin
-        insert into pgque.settled_%1$s (set_batch, set_what)
-        select p_batch, 'closed'
-        from pgque.position_%1$s p
-        where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.pos_fresh > 0 and p.pos_shelf = 0
-          and (select j.journal_cur from pgque.journal j where j.journal_id = 1) = %1$s
-          and (select z.set_batch from pgque.settled_%1$s z where z.set_batch = p_batch and z.set_ev_id = 0 and z.set_what = 'moved') is null
-        limit 1
-        on conflict do nothing;
-        return found;
-      end
-      $body$
-      $template$, n);
-  end loop;
-end
-$leaves$;
--- ---------------------------------------------------------------------------
--- receive: deliveries
--- ---------------------------------------------------------------------------
-
-create or replace function pgque.receive(
-  queue_name text, consumer_name text, max_return int default 100, worker text default null,
-  visibility_timeout interval default null, ack_batch bigint default null, max_bytes bigint default null,
-  caller pgque.caller default current_user
-) returns setof pgque.delivery
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
-declare
-  v_turn    record;
-  v_sub     pgque.subscriber;
-  v_queue   pgque.queue;
-  v_pos     pgque.position;
-  v_token   bigint;
-  v_room    bigint;
-  v_sifted  record;
-  v_rows    text;
-  v_row     pgque.delivery;
-  v_limit   bigint;
-  v_last    bigint;
-  v_count   bigint := 0;
-  v_bytes   bigint := 0;
-  v_passed  bigint := 0;   -- messages that may not be delivered now
-  v_tried   boolean := false;
-  v_leaf    int;
-  v_poll    record;
-  v_known   int;   -- the consumer, if a poll has found it
-begin
-  if $7 < 1 then
-    perform pgque._fail('PQ005', format('max_bytes must be at least 1, for queue %s', coalesce(quote_ident($1), 'null')),
-      'Pass the number of bytes that fit into your memory, such as 64000000, or null.');
-  end if;
-  if $6 is not null then
-    perform pgque._ack(pgque._batch_for(caller, $6));
-  end if;
-  if $3 >= 1 and ($4 is null or octet_length($4) between 1 and 1000) and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
-    and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') and current_setting('transaction_read_only') = 'off'
-    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
-  then
-    v_leaf := coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0);
-    if v_leaf = 0 then
-      v_poll := pgque._poll_0($1, $2, $4, caller);
-    else
-      v_poll := pgque._poll_1($1, $2, $4, caller);
-    end if;
-    if v_poll.idle then
-      return;
-    elsif v_poll.locked and $3 <= 1000 then
-      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || v_leaf || '($1, $2, $3, $4, $5, $6, $7, $8)'
-      using v_poll.sub, $3::bigint, $7, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1, v_poll.looked;
-      if found then
-        return;
-      end if;
-    end if;
-    v_known := v_poll.sub;
-  end if;
-  v_turn := pgque._turn($1, $2, $3, $4, $5, caller, v_known);
-  v_sub := v_turn.sub;
-  if v_sub.sub_id is null then
-    return;
-  end if;
-  v_queue := v_turn.queue;
-  v_pos := v_turn.pos;
-  v_room := v_turn.room;
-  v_token := pgque._new_batch_id(v_pos);
-  if v_turn.open is not null then
-    return query select * from pgque._again(v_sub, v_queue, v_turn.open);
-    if found then
-      return;
-    end if;
-    -- Every message of the batch has its outcome: it is finished.
-    v_pos := pgque._done_with(v_sub, v_pos, v_turn.open);
-  end if;
-
-  if v_turn.due and v_room > 0 then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7, lower(v_pos.pos_due));
-    if v_pos.pos_shelf is null then
-      v_pos.pos_shelf := 0;
-      v_room := 0;
-    elsif v_pos.pos_shelf > 0 then
-      return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
-      v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- the window was opened for nothing
-    end if;
-  end if;
-
-  -- An empty answer means that no message can be delivered: the call passes any number of
-  -- messages whose key is busy, and of purged and expired ones.  A statement_timeout, or a
-  -- client that gives the call up, would take that back, and the next call could not get
-  -- further: so half of the timeout is the limit, and 10 seconds.
-  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 loop
-    exit when v_tried and clock_timestamp() > statement_timestamp() + least(nullif(current_setting('statement_timeout')::interval, '0') / 2, '10 seconds');
-    v_tried := true;
-    if v_pos.pos_next_tick is null then
-      v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
-      exit when v_pos.pos_next_tick is null;
-    end if;
-    v_pos.pos_last_id := null;
-    if v_sub.sub_keyed or pgque._has_keys_or_ttl(v_queue.queue_id) then
-      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
-      v_pos := v_sifted.pos;
-      v_passed := v_passed + v_pos.pos_done_count;
-      if v_sifted.rows is not null then
-        return query execute v_sifted.rows using v_token, v_queue.queue_name, v_sifted.ids;
-        get diagnostics v_count = row_count;
-      end if;
-    else
-      if v_room <= 1000 and not pgque._is_big(v_pos, v_room) and (v_pos.pos_tick < v_pos.pos_high) is not true then
-        -- A small window is read directly, by functions whose plans the session keeps.
-        v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($3, $4, $5, $6, $7, $1, 1, $2)';
-      else
-        v_rows := pgque._delivery_sql(pgque._slice_sql(v_sub, v_pos, '', v_room)) || ' limit $7';
-      end if;
-      -- A loop costs more for each row, but it finds out whether there is one message
-      -- more than fits.
-      v_limit := v_room + ($7 is not null or v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
-      if v_limit > v_room then
-        for v_row in
-          execute v_rows
-          using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit
-        loop
-          v_bytes := v_bytes + case when $7 is not null then pgque._size(v_row.payload, v_row.payload_bytes, v_row.headers) else 0 end;
-          if v_count = v_room or v_bytes > $7 and v_count > 0 then
-            v_pos.pos_last_id := v_last;
-            exit;
-          end if;
-          v_count := v_count + 1;
-          v_last := v_row.msg_id;
-          return next v_row;
-        end loop;
-      else
-        return query execute v_rows
-        using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit;
-        get diagnostics v_count = row_count;
-        v_pos.pos_last_id := case when v_count = v_room then pgque._last_of(pgque._slice_sql(v_sub, v_pos, '', v_room), v_room) end;
-      end if;
-      v_pos.pos_done_count := v_count;
-    end if;
-    v_pos.pos_fresh := 1;
-    if v_count = 0 then
-      v_pos := pgque._next_from(v_pos);
-    end if;
-  end loop;
-  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed is true
-    or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
-end
-$$;
-comment on function pgque.receive(text, text, int, text, interval, bigint, bigint, pgque.caller) is
-  'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
-  'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
-  'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
-  'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
-  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. Their last attempt is alone in its worker: '
-  'the worker receives it when it holds nothing else, and nothing besides. ack_batch: a batch that '
-  'is acknowledged first, in the same transaction. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with '
-  'at least one message. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
-  'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
-  'invalid worker name; PQ005 max_return or max_bytes is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
-  'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
-  'that is not READ COMMITTED.';
-
--- Returns how many bytes a message adds to a batch.
-create or replace function pgque._size(p_data text, p_bytes bytea, p_headers jsonb) returns bigint
-language sql stable as $$
-  select coalesce(pg_catalog.octet_length(p_data), 0)::bigint + coalesce(pg_catalog.octet_length(p_bytes), 0) + coalesce(pg_catalog.pg_column_size(p_headers), 0)
-$$;
-
--- Begins a delivery: returns if there is nothing to do (sub is null then), and locks the
--- consumer.
---   * pos: where the delivery begins, with its next window if that is known
---   * open: an open batch, which is redelivered
---   * due: whether messages may be due in the retry queue
---   * room: how many messages it may deliver
---   * span: how many messages a window shall have
---   * until: when the lease ends
---   * changed: whether pos must be stored in any case
---
--- p_sub: the consumer, if a poll has found it and that there may be something to do.
-create or replace function pgque._turn(
-  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name, p_sub int,
-  out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
-  out room bigint, out span bigint, out until timestamptz, out changed boolean
-)
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_now    timestamptz;
-  v_found  record;
-begin
-  if p_sub is not null then
-    select s.* into sub from pgque.subscriber s
-    where s.sub_id = p_sub and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
-    for no key update;
-  end if;
-  while sub.sub_id is null loop
-    perform pgque._need_max_return(p_max, p_queue);
-    sub := (pgque._find(p_queue, p_consumer, p_caller)).sub;
-    if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
-      or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
-    then
-      sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
-    end if;
-    -- A poll that finds nothing takes no lock, writes nothing and needs no
-    -- transaction id.
-    if pgque._is_idle(sub, p_max, p_worker) then
-      sub := null;
-      return;
-    end if;
-    -- The consumer may become a pool after this call began.
-    if pgque._lock_subscriber(sub.sub_id) <> sub.sub_role then
-      sub := null;
-    end if;
-  end loop;
-  v_now := pgque.clock();
-  span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
-  leaf := pgque._journal_leaf();
-  pos := pgque._position(sub.sub_id, leaf);
-  open := pgque._open_batch_of(sub, pos, p_worker, leaf);
-  select q as queue, (
-      select r.ev_retry_after
-      from pgque.retry_queue r
-      where r.ev_owner = sub.sub_id and r.ev_retry_after >= pgque._due_from(pos.pos_due, v_now) and r.ev_retry_after <= v_now
-      order by r.ev_retry_after
-      limit 1) as due,
-    sub.sub_role = 'pool' and exists (
-      select from pgque.retry_queue r
-      where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
-        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
-  into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
-  queue := v_found.queue;
-  due := v_found.due is not null;
-  pos.pos_due := pgque._looked(pos.pos_due, v_now, v_found.due);
-  if sub.sub_role = 'coop_main' then
-    perform pgque._touch(pgque._worker(sub, p_worker));
-  end if;
-  room := case when v_found.alone then 0 else p_max end;
-  until := case when sub.sub_role = 'pool' then v_now + coalesce(p_timeout, queue.queue_visibility_timeout) else 'infinity' end;
-  if open is not null then
-    return;
-  end if;
-  pos := pgque._next_from(pos);
-  changed := (v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune) is true;
-  if changed then
-    pos := pgque._reap(sub, pos, v_now);
-    due := true;
-  end if;
-  if queue.queue_throughput_limit > 0 and sub.sub_role = 'pool' then
-    pos.pos_paid := pgque._paid_since(pos.pos_paid, v_now);
-    room := least(room, pg_catalog.floor(extract(epoch from v_now - pos.pos_paid) * queue.queue_throughput_limit + 0.000001)::bigint);
-  end if;
-end
-$$;
-
--- Returns whether a consumer has nothing to receive, by what this call's snapshot shows.
-create or replace function pgque._is_idle(p_sub pgque.subscriber, p_max bigint, p_worker text) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_pos  pgque.position := pgque._position(p_sub.sub_id);
   v_now  timestamptz := pgque.clock();
 begin
-  if pgque._open_batch_of(p_sub, v_pos, p_worker, pgque._journal_leaf()) is not null then
-    return false;
-  end if;
-  v_pos := pgque._next_from(v_pos);
-  if v_pos.pos_next_tick is not null or v_now >= v_pos.pos_lapse
-    or exists (
-      select from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= pgque._due_from(v_pos.pos_due, v_now) and r.ev_retry_after <= v_now)
-  then
-    return false;
-  end if;
-  -- The sequence has the newest tick (see _store_tick), so that most polls read no table of
-  -- ticks.  An old snapshot may not show this tick.
-  return exists (
-      select from pgque.queue q
-      where q.queue_id = p_sub.sub_queue and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
-    or pgque._old_snapshot() and (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
+  return (
+    select (pgque._answer(f, $1)).ok::int
+    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
+      -- An infinite time has no distance from now.
+      pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
+      null, true) f);
 end
 $$;
+comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
+  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: as nack() does), however often it failed before. '
+  'Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; PQ012 the batch is '
+  'not open.';
 
--- Returns since when a throughput limit was not used: at most for a second, and without
--- a time in the future, which was recorded before the clock was set back.
-create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
-language sql immutable as $$
-  select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
-$$;
+create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
+language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
+comment on function pgque.event_retry(bigint, bigint, int) is
+  'Rejects one event of an open batch: it is redelivered to this consumer after a number of seconds (NULL: as nack() does), however often it '
+  'failed before. Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; '
+  'PQ012 the batch is not open.';
 
--- Returns whether a message of a window that is open may have a key or a ttl: then its
--- transaction, or an earlier one, has noted that.
-create or replace function pgque._has_keys_or_ttl(p_queue_id int) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
+create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  return exists (select from pgque.queue q where q.queue_id = p_queue_id and (q.queue_keyed or q.queue_expiring))
-    or exists (select from pgque.queue_option o where o.opt_queue = p_queue_id and o.opt_name in ('key', 'ttl'));
+  batch_id := pgque._batch_for(caller, $1);
+  perform pgque._open_lease(pgque._batch_owner($1), $1);
+  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
 end
 $$;
+comment on function pgque.batch_retry(bigint, int, pgque.caller) is
+  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now '
+  '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
+-- ---------------------------------------------------------------------------
+-- batches: PgQ's way to receive
+-- ---------------------------------------------------------------------------
 
-create or replace function pgque._need_max_return(p_max bigint, p_queue text) returns void
-language plpgsql as $$
+-- Opens a batch, PgQ's way: messages in the retry queue that are due, else the next
+-- window (see _next_window), or the rest of one that receive() has begun.  The id of an
+-- open batch is returned again.  Null if nothing is due and there is no further tick.
+-- Messages that receive() would not deliver are left out, and bodies are final from here
+-- on, since a client may read the batch only when it finishes it.  With a worker, a
+-- subconsumer, the batch belongs to that worker.
+create or replace function pgque._open_batch(
+  queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_turn   record := pgque._turn($1, $2, 1, $3, null, caller, null);
+  v_sub    pgque.subscriber := v_turn.sub;
+  v_queue  pgque.queue := v_turn.queue;
+  v_pos    pgque.position := v_turn.pos;
+  v_token  bigint;
+  v_count  bigint := 0;
 begin
-  if (p_max >= 1) is not true then
-    perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      'Pass the highest number of messages to return, such as 100.');
+  if v_sub.sub_id is null or v_turn.open is not null then
+    return v_turn.open;
   end if;
-end
-$$;
-
--- Handles a call that does not fit the consumer's role or its arguments.  It raises an
--- error, or turns a consumer that was never used into a pool.
-create or replace function pgque._refuse_or_share(
-  p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_queue text, p_consumer text
-) returns pgque.subscriber
-language plpgsql as $$
-begin
-  perform pgque._need_max_return(p_max, p_queue);
-  if p_sub.sub_role = 'coop_main' and p_worker is not null then
-    perform pgque._worker(p_sub, p_worker);
-  elsif p_worker is null then
-    perform pgque._need_alone(p_sub, p_queue, p_consumer);
-  else
-    perform pgque._need_read_committed('receive() for a worker');
-    if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 then
-      perform pgque._fail('PQ004', pg_catalog.format('invalid worker name for queue %I', p_queue),
-        'A worker name has 1 to 1000 bytes; any character is allowed.');
-    elsif p_timeout <= '0' or p_timeout > '100 years' then
-      perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
-        'Pass the time until others may get the messages of the worker, such as ''5 minutes''.');
+  v_token := pgque._new_batch_id(v_pos);
+  if v_turn.due then
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, 10000, $3, v_turn.until, p_from => lower(v_pos.pos_due));
+  end if;
+  if v_pos.pos_shelf = 0 then
+    if v_pos.pos_done_id is null then
+      v_pos := pgque._next_window(v_pos, v_queue, $4, $5, $6);
+      if v_pos.pos_next_tick is null then
+        perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
+        return null;
+      end if;
     end if;
-    -- A consumer that has received a batch on its own stays as it is: the process that
-    -- reads it could not continue.
-    if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
-      perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
-        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader and turn it into a pool of workers: select pgque.share_consumer(%L, %L);',
-          p_queue, pgque._subscriber_name(p_sub)));
+    v_pos.pos_last_id := null;
+    -- The number of messages is not known yet.
+    v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
+    v_count := v_pos.pos_done_count;
+    if pgque._has_keys_or_ttl(v_queue.queue_id) then
+      perform pgque._sift(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
     end if;
-    update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
-    return (select s from pgque.subscriber s where s.sub_id = p_sub.sub_id);
   end if;
-  if p_timeout is not null then
-    perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout is for workers, not for consumer %I of queue %I', p_consumer, p_queue),
-      'Pass worker => name too. A consumer without workers keeps its batch until it finishes it.');
-  end if;
-  return p_sub;
+  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $3, v_turn.until, true);
+  return v_token;
 end
 $$;
 
--- Delivers an open batch again, without the messages that have an outcome.  All other
--- messages are delivered, whatever max_return is now, since ack() finishes the whole
--- batch.
-create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
+-- Opens a batch and returns its two ticks too.  To look up these costs as much as half of
+-- opening the batch, so next_batch() does not.
+create or replace function pgque._next_batch(
+  queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_sub    pgque.subscriber;
+  v_lease  pgque.position;
+  v_prev   pgque.tick;
+  v_cur    pgque.tick;
+begin
+  batch_id := pgque._open_batch($1, $2, $3, $4, $5, $6, caller);
+  if batch_id is null then
+    return;
+  end if;
+  v_sub := pgque._batch_owner(batch_id);
+  v_lease := pgque._lease(v_sub.sub_id, batch_id);
+  v_prev := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
+  v_cur := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
+  cur_tick_id := v_cur.tick_id;
+  cur_tick_time := v_cur.tick_time;
+  cur_tick_event_seq := v_cur.tick_event_seq;
+  prev_tick_id := v_prev.tick_id;
+  prev_tick_time := v_prev.tick_time;
+  prev_tick_event_seq := v_prev.tick_event_seq;
+end
+$$;
+
+-- Opens the window of a batch.  Without conditions it ends as that of receive() does, at
+-- the furthest tick up to ticker_max_count events, so that a consumer that lags by many
+-- small ticks catches up.  A condition on the size chooses the nearest tick that fits:
+-- its caller decides how big windows are.
+create or replace function pgque._next_window(
+  p_pos pgque.position, p_queue pgque.queue, p_min_lag interval, p_min_count int, p_min_interval interval
+) returns pgque.position
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_state  record;
+  v_sized  boolean := p_min_count is not null or p_min_interval is not null;
+  v_prev   pgque.tick;
+  v_tick   pgque.tick;
 begin
-  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
-  if v_state.place = 'log' then
-    return query execute pgque._delivery_sql(pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_state.lease))) using p_batch, p_queue.queue_name;
-  else
-    return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
+  p_pos := pgque._with_window(p_pos, null);
+  if p_min_lag is null and not v_sized then
+    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count);
   end if;
-end
-$$;
-
--- Finishes a batch with no message left, and returns the position.
-create or replace function pgque._done_with(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
-language plpgsql as $$
-begin
-  perform pgque._record(p_batch, 'closed');
-  p_pos := pgque._next_from(p_pos);
-  p_pos.pos_open := pg_catalog.array_remove(p_pos.pos_open, p_batch);
+  v_prev := pgque._tick(p_queue.queue_id, p_pos.pos_tick);
+  for v_tick in
+    execute pg_catalog.format(
+      'select t.* from (%s) t where t.tick_id > $1'
+      ' and ($2 is null or t.tick_time <= $3 - $2)'
+      ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
+      ' order by t.tick_id limit $8', pgque._ticks_sql(p_queue.queue_id))
+    using p_pos.pos_tick, p_min_lag, pgque.clock(), p_min_count, p_min_interval, v_prev.tick_event_seq, v_prev.tick_time,
+      case when v_sized then 1 else 100 end
+  loop
+    exit when p_pos.pos_next_tick is not null and v_tick.tick_event_seq > p_pos.pos_event_seq + p_queue.queue_ticker_max_count;
+    p_pos := pgque._with_window(p_pos, v_tick);
+  end loop;
   return p_pos;
 end
 $$;
 
--- Returns the query of an open batch, as columns of pgque.event: its messages from the
--- log that have no outcome, or those in the retry queue under its id.
-create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_batch bigint) returns text
-language plpgsql set enable_seqscan = off set jit = off as $$
+-- Returns the tick that ends a batch.  A batch from the retry queue ends at the tick
+-- where it began.
+create or replace function pgque._end_of(p_lease pgque.position) returns bigint
+language sql immutable as $$ select case when p_lease.pos_fresh > 0 or p_lease.pos_shelf = 0 then p_lease.pos_next_tick else p_lease.pos_tick end $$;
+
+-- There is no argument caller: with it, a call with a subconsumer and six nulls would
+-- be ambiguous.
+create or replace function pgque.next_batch_custom(
+  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
+comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
+  'Opens a batch as next_batch_info() does, with conditions: it ends at a tick that is at least min_lag old, and, with min_count or min_interval, at '
+  'the nearest tick so that it spans at least this number of events or this time. NULL is no condition.';
+
+create or replace function pgque.next_batch_info(
+  queue_name text, consumer_name text,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
+comment on function pgque.next_batch_info(text, text) is
+  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks.';
+
+create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
+language sql as $$ select pgque._open_batch($1, $2, null, null, null, null) $$;
+comment on function pgque.next_batch(text, text) is
+  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
+  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more. Retries that '
+  'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
+  'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
+  'workers; PQ011 not subscribed.';
+
+-- Returns the delivery of an open batch, without a lock; PQ012 if it is not open.
+create or replace function pgque._open_lease(p_sub pgque.subscriber, p_batch bigint) returns pgque.position
+language plpgsql as $$
+begin
+  if not pgque._is_open(p_sub, p_batch) then
+    perform pgque._no_batch(p_batch);
+  end if;
+  return pgque._lease(p_sub.sub_id, p_batch);
+end
+$$;
+
+-- Returns the query of an open batch: all of it, or, if messages may be left out when
+-- it is opened, those without an outcome.
+create or replace function pgque._open_sql(p_batch bigint) returns text
+language plpgsql as $$
 declare
+  v_sub    pgque.subscriber := pgque._batch_owner(p_batch);
   v_state  record;
 begin
-  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
-  if v_state.place = 'log' then
-    return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_state.lease));
+  select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
+  if v_state.place = 'log' and exists (
+    select from pgque.queue q where q.queue_id = v_sub.sub_queue and not pgque._keyed(q) and not pgque._expiring(q))
+  then
+    return pgque._slice_sql(v_sub, v_state.lease);
   end if;
-  return pg_catalog.format(
-    'select null::int as slot, null::int as ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, r.ev_type, r.ev_data, r.ev_extra1, r.ev_extra2, r.ev_extra3,'
-    ' r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_expires, r.ev_error from pgque.retry_queue r where r.ev_owner = %s and r.ev_batch = %s',
-    p_sub.sub_id, p_batch);
+  perform pgque._open_lease(v_sub, p_batch);
+  return pgque._batch_sql(v_sub, p_batch);
 end
 $$;
 
--- Returns a query for rows of pgque.event as they are delivered, in the batch $1 of the
--- queue named $2.
-create or replace function pgque._delivery_sql(p_rows text, p_where text default '') returns text
-language sql immutable as $$
-  select 'select e.ev_id, $1, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
-    ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-    ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $2 from (' || p_rows || ') e' || p_where || ' order by e.ev_id'
+create or replace function pgque.get_batch_events(
+  batch_id bigint, caller pgque.caller default current_user,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(pgque._batch_for(caller, $1)));
+end
+$$;
+comment on function pgque.get_batch_events(bigint, pgque.caller) is
+  'Returns the events of an open batch in the order of their ids, as stored. Errors: PQ012 the batch is not open.';
+
+-- Returns the query of an open batch for roles that may read the leaves themselves.
+create or replace function pgque._cursor_sql(p_batch bigint) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  return pgque._open_sql(p_batch);
+end
 $$;
 
--- Returns the id of the p_n-th row of a slice, if there are more than that.  Counting
--- first costs a third of sorting for nothing.
-create or replace function pgque._last_of(p_rows text, p_n bigint) returns bigint
-language plpgsql as $$
+-- extra_where runs with the caller's rights and sees pg_catalog and pgque only.
+create or replace function pgque.get_batch_cursor(
+  batch_id bigint, cursor_name text, quick_limit int, extra_where text,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_more  boolean;
-  v_id    bigint;
+  v_cursor  refcursor := $2;
 begin
-  execute pg_catalog.format('select count(*) > %s from (select from (%s) e limit %s) e', p_n, p_rows, p_n + 1) into v_more;
-  if v_more then
-    execute pg_catalog.format('select e.ev_id from (%s) e order by e.ev_id offset %s limit 1', p_rows, p_n - 1) into v_id;
+  if coalesce($2, '') = '' or ($3 >= 0) is not true then
+    perform pgque._fail('PQ005', format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),
+      'Pass any name that is free in this transaction, and FETCH from it.');
   end if;
-  return v_id;
+  open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
+    pgque._event_columns(), pgque._cursor_sql($1), coalesce('and (' || $4 || ')', ''));
+  return query execute format('fetch forward %s from %I', $3, $2);
 end
 $$;
+comment on function pgque.get_batch_cursor(bigint, text, int, text) is
+  'Opens a cursor over an open batch and returns its first quick_limit events. Fetch the rest from cursor_name in the same transaction. extra_where: '
+  'an SQL condition on the event columns; never build it from untrusted input. Errors: PQ012 the batch is not open.';
 
--- Stores a delivery of p_count messages from the log, or the position up to which there
--- was nothing to deliver.
-create or replace function pgque._delivered(
-  p_sub pgque.subscriber, p_queue pgque.queue, p_pos pgque.position, p_leaf int, p_count bigint, p_token bigint, p_worker text, p_until timestamptz, p_changed boolean
-) returns void
-language plpgsql as $$
-begin
-  if p_count + p_pos.pos_shelf = 0 then
-    if not p_changed then
-      return;
-    end if;
-    p_pos.pos_batch := null;
-    p_pos.pos_fresh := 0;
-    if p_sub.sub_role = 'normal' then
-      p_pos.pos_open := '{}';
-    end if;
-  else
-    p_pos.pos_batch := p_token;
-    p_pos.pos_last_batch := p_token;
-    p_pos.pos_worker := p_worker;
-    p_pos.pos_until := p_until;
-    p_pos.pos_fresh := (p_count > 0)::int;
-    p_pos.pos_prune := coalesce(p_pos.pos_prune, 64);
-    if p_sub.sub_role = 'normal' then
-      p_pos.pos_open := array[p_token];
-    elsif p_count > 0 or p_sub.sub_role = 'coop_main' then
-      p_pos.pos_open := coalesce(p_pos.pos_open, '{}') || p_token;
-      p_pos.pos_lapse := least(p_pos.pos_lapse, p_pos.pos_until);
-    end if;
-    if p_queue.queue_throughput_limit > 0 then
-      p_pos.pos_paid := p_pos.pos_paid + (p_count + p_pos.pos_shelf) * interval '1 second' / p_queue.queue_throughput_limit;
-    end if;
-    if p_sub.sub_offsets then
-      update pgque.subscriber s set sub_offsets = false where s.sub_id = p_sub.sub_id;
-    end if;
-  end if;
-  perform pgque._append_position(p_pos, p_leaf);
-end
-$$;
+create or replace function pgque.get_batch_cursor(
+  batch_id bigint, cursor_name text, quick_limit int,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
+comment on function pgque.get_batch_cursor(bigint, text, int) is
+  'Opens a cursor over an open batch and returns its first quick_limit events, without a condition on them. Fetch the rest from cursor_name in the '
+  'same transaction. Errors: PQ012 the batch is not open.';
 
--- Returns the messages of a batch that are in the retry queue.
-create or replace function pgque._waiting_of(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return query
-    select r.ev_id, p_batch, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
-      r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
-      r.ev_receives, r.ev_error, r.ev_expires, p_queue
-    from pgque.retry_queue r
-    where r.ev_owner = p_sub and r.ev_batch = p_batch
-    order by r.ev_id;
-end
-$$;
--- ---------------------------------------------------------------------------
--- choose: which messages of a slice, and of the retry queue, are delivered
--- ---------------------------------------------------------------------------
-
--- Chooses from the next messages of a window, at most p_max, for queues and consumers
--- with keys or expiry.  A message whose key or lane is busy goes to the retry queue.
--- Purged and expired messages are left out.  The slice ends at the last message that
--- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
--- is how many messages the caller has passed since it last found one to deliver: the next
--- slice is as long.  With null the slice is the whole window, for a caller that reads the
--- rest of it without this function.  p_bytes limits the size of the messages to deliver;
--- there is at least one.
-create or replace function pgque._sift(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint, p_bytes bigint default null,
-  out pos pgque.position, out ids bigint[], out rows text
+create or replace function pgque.get_batch_info(
+  batch_id bigint, caller pgque.caller default current_user,
+  out queue_name text, out consumer_name text, out batch_start timestamptz, out batch_end timestamptz,
+  out prev_tick_id bigint, out tick_id bigint, out lag interval, out seq_start bigint, out seq_end bigint
 )
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_now    timestamptz := pgque.clock();
-  -- Each key takes a lock.  Messages that are not delivered are checked quickly.
-  v_look   bigint := case
-    when p_passed is not null then greatest(case when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end, least(p_passed / 4, 20000))
-  end;
-  v_rows   pgque.event[];
-  v_more   boolean;
-  v_busy   bigint[] := '{}';
-  v_gone   bigint[] := '{}';
-  v_claim  record;
-  v_out    text[];
-  v_found  record;
-  v_fit    bigint;
-begin
-  pos := p_pos;
-  pos.pos_done_count := 0;
-  execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
-    pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
-    pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
-    v_look + 1)
-  into v_rows using p_sub;
-  if v_rows is null then
-    return;
-  end if;
-  v_more := pg_catalog.cardinality(v_rows) > v_look;
-  if v_more then
-    v_rows := v_rows[:v_look];
-  end if;
-  if pgque._keyed(p_queue) then
-    v_claim := pgque._claim(p_queue, v_rows);
-    v_rows := v_claim.rows;
-    v_busy := v_claim.busy;
-    v_gone := v_claim.gone;
-  end if;
-  if p_sub.sub_keyed then
-    v_out := pgque._lanes_out(p_sub);
-  end if;
-  loop
-    with looked as materialized (
-      select e.ev_id, e.ev_extra1 as lane,
-        case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
-      from pg_catalog.unnest(v_rows) e
-    ),
-    busy_lane as materialized (
-      select l.lane
-      from looked l
-      where l.what = 'good' and l.lane is not null
-      group by 1
-      having l.lane in (select pg_catalog.unnest((select v_out))) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
-    ),
-    judged as (
-      select l.ev_id, l.lane,
-        case
-          when l.what <> 'good' or l.lane is null then l.what
-          when l.lane in (select b.lane from busy_lane b)
-            or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
-          else 'good'
-        end as what
-      from looked l
-    ),
-    counted as (
-      select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
-    )
-    select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
-      array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
-      array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
-      array_agg(c.ev_id order by c.ev_id) filter (where c.what in ('good', 'expired')) as sealed,
-      count(*) filter (where c.what = 'expired') as expired,
-      array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
-      max(c.ev_id) as last, count(*) as looked
-    into v_found
-    from counted c
-    -- Messages after the last one stay in the window.
-    where c.n < p_max or c.n = p_max and c.what = 'good';
-    exit when p_bytes is null or pg_catalog.cardinality(v_found.good) > 1 is not true;
-    pos.pos_last_id := v_found.last;
-    execute pg_catalog.format(
-      'select count(*) from (select sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by e.ev_id) as bytes from (%s) e) s where s.bytes <= $2',
-      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($1, e.ev_id)')))
-    into v_fit using v_found.good, p_bytes;
-    exit when v_fit = pg_catalog.cardinality(v_found.good);
-    p_max := greatest(v_fit, 1);
-    p_bytes := null;
-  end loop;
-  pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
-  pos.pos_done_count := v_found.looked;
-  pos.pos_keys := v_found.lanes;
-  ids := v_found.good;
-  if v_found.aside is not null then
-    execute pg_catalog.format(
-      'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
-      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($3, e.ev_id)')))
-    using p_sub, v_now, v_found.aside;
-  end if;
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', v_found.expired);
-  if pgque._keyed(p_queue) then
-    -- Expired messages too: an older snapshot may not show that a body was replaced.
-    perform pgque._seal(p_queue.queue_id, array(
-      select r from pg_catalog.unnest(v_rows) r
-      where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _among()
-  end if;
-  if v_found.skip is not null and (ids is not null or p_passed is null) then
-    perform pgque._record(p_token, 'outcome', v_found.skip);
-  end if;
-  if ids is not null then
-    rows := pgque._delivery_sql(pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos)), ' where ($3)[pg_catalog.width_bucket(e.ev_id, $3)] = e.ev_id');
-  end if;
-end
-$$;
-
--- Returns a row of the retry queue without the columns that may be large.
-create or replace function pgque._slim_waiting(p_row pgque.retry_queue) returns pgque.retry_queue
-language sql immutable as $$
-  select row(p_row.ev_retry_after, p_row.ev_queue, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_owner, p_row.ev_retry,
-    null, null, null, null, null, null, null, p_row.ev_key, null, p_row.ev_expires, null,
-    p_row.ev_receives, p_row.ev_batch, p_row.ev_worker, p_row.ev_lane)::pgque.retry_queue
-$$;
-
--- Returns an event as a row of the retry queue for a subscriber.
-create or replace function pgque._waiting(
-  p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
-) returns pgque.retry_queue
-language sql volatile as $$
-  select row(p_due, p_sub.sub_queue, p_event.ev_id, p_event.ev_time, p_event.ev_txid, coalesce(p_sub.sub_main, p_sub.sub_id), p_event.ev_retry,
-    p_event.ev_type, p_event.ev_data, p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
-    p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires, p_event.ev_error,
-    p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
-$$;
-
--- Returns how many messages with an expired lease are delivered together: fewer each
--- time, and on the last attempt each one alone.  With 5 attempts and 100 messages these
--- are 100, 22, 5, 1.  So a message that kills its worker is alone at last.  A message
--- that was requeued while it was leased counts from zero.
---
--- A worker that dies takes all that it holds with it.  So a message of which a delivery
--- was lost gets its last attempt alone in its worker: the worker holds nothing else, and
--- receives nothing until it is done (see _turn).  Otherwise messages that were delivered
--- beside poison would use up their attempts with it.
-create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
-language sql immutable as $$
-  select case
-    when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
-    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
-  end
-$$;
-
--- Returns whether a message that is due has its last attempt before it, and a delivery of
--- it was lost.  A delivery that ends with a nack adds one to both numbers.
-create or replace function pgque._is_suspect(p_receives int, p_retry int, p_attempts int) returns boolean
-language sql immutable as $$ select p_receives = p_attempts - 1 and p_receives > coalesce(p_retry, 0) $$;
-
--- Returns whether a worker of a pool holds messages.
-create or replace function pgque._holds(p_sub pgque.subscriber, p_worker text, p_now timestamptz) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return exists (
-      select from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_worker = p_worker and r.ev_retry_after > p_now)
-    or exists (select from pgque._held(p_sub.sub_id) h where (h.lease).pos_worker = p_worker and h.until > p_now);
-end
-$$;
-
--- Locks messages of a consumer in the retry queue that are due, without those in p_but.
--- p_receives null: any of them; -1: those without an expired lease; else those with an
--- expired lease and p_receives deliveries.  None is due before p_from.
-create or replace function pgque._due(p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int, p_from timestamptz default '-infinity')
-returns pgque.retry_queue[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  if p_sub.sub_keyed then
-    return array(
-      select r from pg_catalog.unnest(pgque._heads_of_lanes(p_sub, p_max, p_now, p_but, p_from)) r
-      where p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end);
-  end if;
-  return array(
-    select pgque._slim_waiting(r)
-    from (
-      select r.* from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now
-        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
-        and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
-      order by r.ev_retry_after, r.ev_id
-      limit p_max
-      for update skip locked
-    ) r);
-end
-$$;
-
--- Leases messages in the retry queue that are due, and returns their number.  Messages
--- that expired, or whose attempts are used up, are removed instead.  A message with an
--- expired lease may be poison: other messages are not delivered with it.  Returns null
--- if the worker has to finish what it holds first.  It waits for a visibility timeout at
--- most, since a name that many processes share may always hold something.  No message is
--- due before p_from.
-create or replace function pgque._take_waiting(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz, p_bytes bigint default null,
-  p_from timestamptz default '-infinity'
-) returns int
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_now       timestamptz := pgque.clock();
-  v_attempts  int := case when p_sub.sub_role = 'pool' then p_queue.queue_max_receive_attempts else 2147483647 end;
-  v_rows      pgque.retry_queue[];
-  v_doomed    pgque.retry_queue[];
-  v_good      pgque.retry_queue[];
-  v_ids       bigint[];
-  v_busy      bigint[] := '{}';
-  v_lapsed    boolean;
-  v_piece     bigint;
-  v_look      bigint;
-begin
-  for v_try in 0..99 loop
-    -- The first message decides how many are delivered together.  The others stay
-    -- unlocked, since their holder may be about to acknowledge them.
-    v_rows := pgque._due(p_sub, 1, v_now, v_busy, null, p_from);
-    exit when pg_catalog.cardinality(v_rows) = 0;
-    v_lapsed := v_rows[1].ev_batch is not null;
-    if p_sub.sub_role = 'pool' and pgque._is_suspect(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
-      if v_rows[1].ev_retry_after > v_now - p_queue.queue_visibility_timeout and pgque._holds(p_sub, p_worker, v_now) then
-        return null;
-      end if;
-      p_max := 1;
-    end if;
-    v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
-    -- Messages that are not to be delivered are removed many at a time.  After a try in
-    -- which all messages were being replaced, twice as many are read.
-    v_look := greatest(v_piece, least(1 << least(v_try, 10), 1000));
-    if v_rows[1].ev_receives >= v_attempts or v_rows[1].ev_expires <= v_now then
-      v_look := greatest(v_look, 1000);
-    end if;
-    if v_look > 1 then
-      v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end, p_from);
-      if p_max > 1 then
-        v_rows := array(
-          select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts) or r.ev_expires <= v_now);
-      end if;
-    end if;
-    v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
-    v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
-    -- No more of the others than are delivered, since a seal fixes their bodies.
-    v_good := v_good || pgque._weed(p_queue, p_sub,
-      array(select r from pg_catalog.unnest(v_rows) r where (r.ev_receives >= v_attempts or r.ev_expires <= v_now) is not true), v_now,
-      v_piece - pg_catalog.cardinality(v_good));
-    -- If none can be delivered, all were removed, or are just being replaced: of those,
-    -- no more than some thousands are read.
-    v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
-    v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
-    if p_bytes is not null then
-      v_ids := array(
-        select s.id
-        from (
-          select i.id, i.n, sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by i.n) as bytes
-          from pg_catalog.unnest(v_ids) with ordinality i (id, n)
-          cross join lateral (select e.* from pgque.retry_queue e where e.ev_owner + 0 = p_sub.sub_id and e.ev_id = i.id offset 0) e
-        ) s
-        where s.n = 1 or s.bytes <= p_bytes
-        order by s.n);
-    end if;
-    if pg_catalog.cardinality(v_ids) > 0 then
-      -- One index lookup for each message, whatever number of rows the planner expects.
-      with found as materialized (
-        select f.ctid
-        from pg_catalog.unnest(v_ids) i (id)
-        cross join lateral (select e.ctid from pgque.retry_queue e where e.ev_owner + 0 = p_sub.sub_id and e.ev_id = i.id offset 0) f
-      )
-      update pgque.retry_queue r
-      set ev_batch = p_token, ev_worker = p_worker, ev_retry_after = p_until, ev_receives = r.ev_receives + 1
-      from found f
-      where r.ctid = f.ctid;
-      -- A message that waited for its first delivery was not delivered before.
-      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
-      from (select r.* from pg_catalog.unnest(v_good) r limit pg_catalog.cardinality(v_ids)) r
-      where r.ev_receives > 0 or r.ev_retry > 0;
-      return pg_catalog.cardinality(v_ids);
-    end if;
-    exit when v_try >= 15 and pg_catalog.cardinality(v_doomed) = 0;
-  end loop;
-  return 0;
-end
-$$;
-
--- Returns those of the given messages that may be delivered, at most p_enough.  Expired
--- messages among them, and those whose attempts are used up, are removed.  The limit of
--- attempts applies here, at a nack and in maint(), never while a lease lives.
-create or replace function pgque._weed(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
-)
-returns pgque.retry_queue[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_row   pgque.retry_queue;
-  v_gone  pgque.retry_queue;
-  v_good  pgque.retry_queue[] := '{}';
-begin
-  foreach v_row in array p_rows loop
-    exit when pg_catalog.cardinality(v_good) >= p_enough;
-    if v_row.ev_key is not null and v_row.ev_receives = 0 then
-      v_row := pgque._claim_waiting(p_queue, v_row);
-      continue when v_row.ev_id is null;
-    end if;
-    if v_row.ev_expires <= p_now or p_sub.sub_role = 'pool' and v_row.ev_receives >= p_queue.queue_max_receive_attempts then
-      delete from pgque.retry_queue r where r.ev_owner + 0 = v_row.ev_owner and r.ev_id = v_row.ev_id returning r.* into v_gone;
-      if v_row.ev_expires <= p_now then
-        perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
-      else
-        perform pgque._give_up(p_queue, p_sub, v_gone, coalesce(case when v_gone.ev_batch is null then v_gone.ev_error end, 'receive attempts used up'));
-      end if;
-    else
-      v_good := v_good || v_row;
-    end if;
-  end loop;
-  return v_good;
-end
-$$;
-
--- Returns a row of the retry queue as the event it was.
-create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
-language sql immutable as $$
-  select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
-    p_row.ev_extra1, p_row.ev_extra2, p_row.ev_extra3, p_row.ev_extra4, p_row.ev_headers, p_row.ev_key, p_row.ev_bytes,
-    p_row.ev_expires, p_row.ev_error)::pgque.event
-$$;
-
--- Counts messages that are removed or redelivered.
-create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
-language plpgsql as $$
-begin
-  if p_count > 0 then
-    insert into pgque.tally values (p_queue_id, p_sub, p_what, p_count, pgque._journal_leaf());
-  end if;
-end
-$$;
--- ---------------------------------------------------------------------------
--- keys: a pending message that is sent again is replaced
--- ---------------------------------------------------------------------------
-
--- Sending replaces the body of a pending message with the same key.  The log is append
--- only, so a new body is a row with the id of the message and owner 0.  A delivery
--- appends a row too, a seal (owner -1), after which senders no longer replace the
--- message.  So does a purge (-2).  The rows of one message have rising ev_retry under a
--- unique index.
---
--- The rest of the engine handles keys in these places:
---   * _send_keyed() sends.
---   * _sift(), which chooses messages of the log, calls _claim() and _seal().
---   * _weed(), which chooses messages of the retry queue, calls _claim_waiting().
---   * Everything that reads bodies reads them through _renewed_sql().
---   * The pump and retention leave out messages that are being replaced:
---     _claim_aside().
---   * Rotation calls _refresh_waiting() before a table with bodies is emptied.
-
--- Returns the rows that were appended for messages after they were sent, without
--- bodies: new bodies (owner 0), seals (-1), purges (-2).
-create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_said  pgque.event[];
-begin
-  execute (
-    select 'select array_agg(' || pgque._slim('null') || ' order by e.ev_id, e.ev_retry) from ('
-      || pg_catalog.string_agg(pg_catalog.format(
-        'select e.* from pgque.event_%s_%s e where e.ev_key = any ($1) and e.ev_id = any ($2) and e.ev_owner <= 0'
-        ' and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n), ' union all ')
-      || ') e'
-    from pg_catalog.generate_series(0, 2) n)
-  into v_said
-  using array(select r.ev_key from pg_catalog.unnest(p_rows) r where r.ev_key is not null),
-    array(select r.ev_id from pg_catalog.unnest(p_rows) r where r.ev_key is not null);
-  return coalesce(v_said, '{}');
-end
-$$;
-
--- Returns the columns of a row e of pgque.event without those that may be large; p_lane
--- is in place of ev_extra1.  So a session that checks many messages does not hold all
--- of their payloads.
-create or replace function pgque._slim(p_lane text) returns text
-language sql immutable as $$
-  select 'row(e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, null, null, ' || p_lane
-    || ', null, null, null, null, e.ev_key, null, e.ev_expires, case when e.ev_error is not null then '''' end)::pgque.event'
-$$;
-
--- Returns a query for rows of pgque.event with the newest body of their key, without
--- those that were purged.
-create or replace function pgque._renewed_sql(p_queue_id int, p_rows text) returns text
-language sql volatile as $$
-  select case when not pgque._keyed(q) then p_rows else (
-    select pg_catalog.format(
-      'select e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry,'
-      ' case when s.ev_id is null then e.ev_type else s.ev_type end as ev_type,'
-      ' case when s.ev_id is null then e.ev_data else s.ev_data end as ev_data,'
-      ' case when s.ev_id is null then e.ev_extra1 else s.ev_extra1 end as ev_extra1,'
-      ' case when s.ev_id is null then e.ev_extra2 else s.ev_extra2 end as ev_extra2,'
-      ' case when s.ev_id is null then e.ev_extra3 else s.ev_extra3 end as ev_extra3,'
-      ' case when s.ev_id is null then e.ev_extra4 else s.ev_extra4 end as ev_extra4,'
-      ' case when s.ev_id is null then e.ev_headers else s.ev_headers end as ev_headers, e.ev_key,'
-      ' case when s.ev_id is null then e.ev_bytes else s.ev_bytes end as ev_bytes,'
-      ' case when s.ev_id is null or e.ev_error is not null then e.ev_expires else s.ev_expires end as ev_expires, e.ev_error'
-      ' from (%s) e left join lateral (select b.* from (%s) b order by b.ev_retry desc limit 1) s on e.ev_key is not null'
-      ' where s.ev_owner = 0 or s.ev_id is null', p_rows, pg_catalog.string_agg(pg_catalog.format(
-        'select b.* from pgque.event_%s_%s b where b.ev_key = e.ev_key and b.ev_id = e.ev_id'
-        ' and (b.ev_owner is null or b.ev_owner <= 0) and b.ev_owner in (0, -2)', q.queue_id, n), ' union all '))
-    from pg_catalog.generate_series(0, 2) n) end
-  from pgque.queue q
-  where q.queue_id = p_queue_id
-$$;
-
--- Locks the keys of messages before their first delivery, or before a consumer passes
--- them, and reads their bodies.  Takes the locks of _lock_keys(), but does not wait.
--- busy: messages that are being replaced, or share a bucket with one; gone: messages
--- that were purged.
-create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
-language plpgsql as $$
-declare
-  v_class    int := pgque._key_class(p_queue.queue_id);
-  v_buckets  int := pgque._bucket_class(p_queue.queue_id);
-  v_said   pgque.event[];
-  v_ids    bigint[];
-  v_keys   text[];
-begin
-  v_said := pgque._said(p_queue.queue_id, p_rows);
-  select pg_catalog.array_agg(r.ev_id order by r.ev_id), pg_catalog.array_agg(r.ev_key order by r.ev_id) into v_ids, v_keys
-  from pg_catalog.unnest(p_rows) r
-  where r.ev_key is not null
-    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
-  busy := array(
-    select r.id
-    from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) r (id, key)
-    where not case
-      when pgque._many_keys(pg_catalog.cardinality(v_ids)) then pg_catalog.pg_try_advisory_xact_lock(v_buckets, pgque._bucket(r.key))
-      else pg_catalog.pg_try_advisory_xact_lock_shared(v_buckets, pgque._bucket(r.key))
-        and pg_catalog.pg_try_advisory_xact_lock(v_class, pg_catalog.hashtext(r.key))
-    end);
-  -- Under the locks no more rows are appended.
-  v_said := pgque._said(p_queue.queue_id, p_rows);
-  gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
-  rows := array(
-    select row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, null, null, r.ev_extra1, null, null, null, null, r.ev_key, null,
-      case when s.ev_id is not null and r.ev_error is null then s.ev_expires else r.ev_expires end, r.ev_error)::pgque.event
-    from pg_catalog.unnest(p_rows) r
-    left join (
-      select distinct on (s.ev_id) s.* from pg_catalog.unnest(v_said) s where s.ev_owner = 0 order by s.ev_id, s.ev_retry desc
-    ) s on s.ev_id = r.ev_id and r.ev_key is not null
-    order by r.ev_id);
-end
-$$;
-
--- Notes that messages with keys were delivered: their bodies are final.  An old
--- snapshot may not show a body that was stored before a rotation and committed since.
--- So it appends the seal to all three tables: the unique index of each knows only its
--- own rows.  Several consumers may have the same message: it gets one seal.
-create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
-language plpgsql as $$
-declare
-  v_said          pgque.event[];
-  v_old_snapshot  boolean := pgque._old_snapshot();
-begin
-  if not exists (select from pg_catalog.unnest(p_rows) r where r.ev_key is not null) then
-    return;
-  end if;
-  if v_old_snapshot then
-    -- The current table is then the one of the senders, or this call gets 40001.
-    perform from pgque.queue q where q.queue_id = p_queue_id for share;
-  end if;
-  v_said := pgque._said(p_queue_id, p_rows);
-  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
-  select q.queue_id * 3 + n.n, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(), coalesce(s.newest, 0) + 1, r.ev_key
-  from pgque.queue q
-  join pg_catalog.generate_series(0, 2) n (n) on n.n = q.queue_cur_table or v_old_snapshot
-  cross join (select distinct on (r.ev_id) r.* from pg_catalog.unnest(p_rows) r order by r.ev_id) r
-  left join (
-    select s.ev_id, max(s.ev_retry) as newest, min(s.ev_owner) < 0 as sealed from pg_catalog.unnest(v_said) s group by s.ev_id
-  ) s on s.ev_id = r.ev_id
-  where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true;
-exception
-  when unique_violation then
-    perform pgque._fail('serialization_failure', 'the key of a message changed since this transaction began', 'Retry the transaction.');
-end
-$$;
-
--- Does the same for a message that went to the retry queue before its first delivery.
--- Returns null if it cannot be delivered now.
-create or replace function pgque._claim_waiting(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_claim  record := pgque._claim(p_queue, array[pgque._event(p_row)]);
-begin
-  if p_row.ev_id = any (v_claim.gone) then
-    delete from pgque.retry_queue r where r.ev_owner + 0 = p_row.ev_owner and r.ev_id = p_row.ev_id;
-    return null;
-  elsif p_row.ev_id = any (v_claim.busy) then
-    return null;
-  end if;
-  perform pgque._seal(p_queue.queue_id, v_claim.rows);
-  perform pgque._refresh_waiting(p_queue.queue_id, null, array[p_row.ev_id]);
-  p_row.ev_expires := (select r.ev_expires from pgque.retry_queue r where r.ev_owner + 0 = p_row.ev_owner and r.ev_id = p_row.ev_id);
-  return p_row;
-end
-$$;
-
--- Gives messages with keys that wait in the retry queue for their first delivery the
--- newest body, and removes those that were purged.  p_leaf: messages whose newest row
--- is in one table, before that is emptied; or p_ids: these messages.  Returns how many
--- changed.
-create or replace function pgque._refresh_waiting(
-  p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
-) returns bigint
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_count  bigint;
-begin
-  execute (
-    select pg_catalog.format(
-      $q$
-      with newest as materialized (
-        select r.ctid as place, e.*
-        from pgque.retry_queue r
-        cross join lateral (select * from (%s) e order by e.ev_retry desc limit 1) e
-        where r.ev_queue = $1 and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
-          and ($2 is null or e.leaf = $2) and ($3 is null or r.ev_id in (select i.id from pg_catalog.unnest($3) i (id)))
-          and (e.ev_owner = -2
-            or row(r.ev_type, r.ev_data, r.ev_bytes, r.ev_headers, r.ev_extra1)
-              is distinct from row(e.ev_type, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_extra1)
-            or r.ev_error is null and r.ev_expires is distinct from e.ev_expires)
-        for update of r %s
-      ),
-      purged as (
-        delete from pgque.retry_queue r using newest n where r.ctid = n.place and n.ev_owner = -2
-      ),
-      renewed as (
-        update pgque.retry_queue r
-        set ev_type = n.ev_type, ev_data = n.ev_data, ev_bytes = n.ev_bytes, ev_headers = n.ev_headers, ev_extra1 = n.ev_extra1,
-          ev_expires = case when r.ev_error is null then n.ev_expires else r.ev_expires end
-        from newest n
-        where r.ctid = n.place and n.ev_owner = 0
-      )
-      select count(*) from newest
-      $q$,
-      pg_catalog.string_agg(pg_catalog.format(
-        '(select %2$s as leaf, e.* from pgque.event_%1$s_%2$s e where e.ev_key = r.ev_key and e.ev_id = r.ev_id'
-        ' and (e.ev_owner is null or e.ev_owner <= 0) and e.ev_owner in (0, -2) order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)',
-        p_queue_id, n), ' union all '),
-      p_locked)
-    from pg_catalog.generate_series(0, 2) n)
-  into v_count
-  using p_queue_id, p_leaf, p_ids;
-  return v_count;
-end
-$$;
-
--- Claims messages with keys that wait for their consumer's first delivery, in rows that
--- the caller has locked.  Returns those that may leave the retry queue: they have their
--- newest bodies, no sender is replacing them, and they are sealed.  The seal is needed
--- because a sender with an older snapshot does not see that they left.
-create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
-language plpgsql as $$
-declare
-  v_claim  record;
-begin
-  if pg_catalog.cardinality(p_rows) = 0 then
-    return;
-  end if;
-  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._event(r) from pg_catalog.unnest(p_rows) r));
-  select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
-  from pg_catalog.unnest(p_rows) r
-  where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
-  perform pgque._seal(p_queue_id, array(select r from pg_catalog.unnest(v_claim.rows) r where r.ev_id = any (ids)));
-  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null means all ids
-end
-$$;
-
-create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_last   record;
-  v_count  bigint;
+  v_sub    pgque.subscriber := pgque._batch_owner(pgque._batch_for(caller, $1));
+  v_lease  pgque.position := pgque._open_lease(v_sub, $1);
+  v_prev   pgque.tick := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
+  v_cur    pgque.tick := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
 begin
-  perform pgque._need_read_committed('purge_key()');
-  if $2 is null then
-    perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
-      'Pass a key. To delete all messages, use pgque.purge(queue).');
-  end if;
-  perform pgque._lock_keys(v_queue.queue_id, array[$2]);
-  delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
-  get diagnostics v_count = row_count;
-  -- Only under the lock: the pump may have moved the message into the log before.
-  v_last := pgque._newest_of_key(v_queue.queue_id, $2);
-  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._is_passed(v_queue.queue_id, v_last.ev_id, v_last.sent_by) then
-    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
-    select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
-    from pgque.queue q
-    where q.queue_id = v_queue.queue_id;
-    v_count := v_count + 1;
-  end if;
-  -- Without the key: the key may be the data that is to be erased.
-  perform pgque._did('purge_key', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
-  return v_count;
+  queue_name := (select q.queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue);
+  consumer_name := pgque._subscriber_name(v_sub) || coalesce('.' || v_lease.pos_worker, '');
+  batch_start := v_prev.tick_time;
+  batch_end := v_cur.tick_time;
+  prev_tick_id := v_prev.tick_id;
+  tick_id := v_cur.tick_id;
+  lag := pgque.clock() - v_cur.tick_time;
+  seq_start := v_prev.tick_event_seq;
+  seq_end := v_cur.tick_event_seq;
 end
 $$;
-comment on function pgque.purge_key(text, text, pgque.caller) is
-  'Removes the pending message with a key. Returns 1, or 0 if there is none. Errors: PQ001 no such queue; PQ005 key is NULL; 25000 not READ '
-  'COMMITTED.';
+comment on function pgque.get_batch_info(bigint, pgque.caller) is
+  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
+  'PQ012 the batch is not open.';
 -- ---------------------------------------------------------------------------
 -- subconsumers: PgQ's cooperative consumers
 -- ---------------------------------------------------------------------------
@@ -8165,1969 +9729,774 @@ comment on function pgque.next_batch(text, text, text, interval) is
   'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '
   'invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
 -- ---------------------------------------------------------------------------
--- batches: PgQ's way to receive
+-- triggers: table changes as events
 -- ---------------------------------------------------------------------------
 
--- Opens a batch, PgQ's way: messages in the retry queue that are due, else the next
--- window (see _next_window), or the rest of one that receive() has begun.  The id of an
--- open batch is returned again.  Null if nothing is due and there is no further tick.
--- Messages that receive() would not deliver are left out, and bodies are final from here
--- on, since a client may read the batch only when it finishes it.  With a worker, a
--- subconsumer, the batch belongs to that worker.
-create or replace function pgque._open_batch(
-  queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user
-) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_turn   record := pgque._turn($1, $2, 1, $3, null, caller, null);
-  v_sub    pgque.subscriber := v_turn.sub;
-  v_queue  pgque.queue := v_turn.queue;
-  v_pos    pgque.position := v_turn.pos;
-  v_token  bigint;
-  v_count  bigint := 0;
-begin
-  if v_sub.sub_id is null or v_turn.open is not null then
-    return v_turn.open;
-  end if;
-  v_token := pgque._new_batch_id(v_pos);
-  if v_turn.due then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, 10000, $3, v_turn.until, p_from => lower(v_pos.pos_due));
-  end if;
-  if v_pos.pos_shelf = 0 then
-    if v_pos.pos_done_id is null then
-      v_pos := pgque._next_window(v_pos, v_queue, $4, $5, $6);
-      if v_pos.pos_next_tick is null then
-        perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
-        return null;
-      end if;
-    end if;
-    v_pos.pos_last_id := null;
-    -- The number of messages is not known yet.
-    v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
-    v_count := v_pos.pos_done_count;
-    if pgque._has_keys_or_ttl(v_queue.queue_id) then
-      perform pgque._sift(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
-    end if;
-  end if;
-  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $3, v_turn.until, true);
-  return v_token;
-end
-$$;
-
--- Opens a batch and returns its two ticks too.  To look up these costs as much as half of
--- opening the batch, so next_batch() does not.
-create or replace function pgque._next_batch(
-  queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
-  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
-  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
-  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
-)
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_sub    pgque.subscriber;
-  v_lease  pgque.position;
-  v_prev   pgque.tick;
-  v_cur    pgque.tick;
-begin
-  batch_id := pgque._open_batch($1, $2, $3, $4, $5, $6, caller);
-  if batch_id is null then
-    return;
-  end if;
-  v_sub := pgque._batch_owner(batch_id);
-  v_lease := pgque._lease(v_sub.sub_id, batch_id);
-  v_prev := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
-  v_cur := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
-  cur_tick_id := v_cur.tick_id;
-  cur_tick_time := v_cur.tick_time;
-  cur_tick_event_seq := v_cur.tick_event_seq;
-  prev_tick_id := v_prev.tick_id;
-  prev_tick_time := v_prev.tick_time;
-  prev_tick_event_seq := v_prev.tick_event_seq;
-end
-$$;
-
--- Opens the window of a batch.  Without conditions it ends as that of receive() does, at
--- the furthest tick up to ticker_max_count events, so that a consumer that lags by many
--- small ticks catches up.  A condition on the size chooses the nearest tick that fits:
--- its caller decides how big windows are.
-create or replace function pgque._next_window(
-  p_pos pgque.position, p_queue pgque.queue, p_min_lag interval, p_min_count int, p_min_interval interval
-) returns pgque.position
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_sized  boolean := p_min_count is not null or p_min_interval is not null;
-  v_prev   pgque.tick;
-  v_tick   pgque.tick;
-begin
-  p_pos := pgque._with_window(p_pos, null);
-  if p_min_lag is null and not v_sized then
-    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count);
-  end if;
-  v_prev := pgque._tick(p_queue.queue_id, p_pos.pos_tick);
-  for v_tick in
-    execute pg_catalog.format(
-      'select t.* from (%s) t where t.tick_id > $1'
-      ' and ($2 is null or t.tick_time <= $3 - $2)'
-      ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
-      ' order by t.tick_id limit $8', pgque._ticks_sql(p_queue.queue_id))
-    using p_pos.pos_tick, p_min_lag, pgque.clock(), p_min_count, p_min_interval, v_prev.tick_event_seq, v_prev.tick_time,
-      case when v_sized then 1 else 100 end
-  loop
-    exit when p_pos.pos_next_tick is not null and v_tick.tick_event_seq > p_pos.pos_event_seq + p_queue.queue_ticker_max_count;
-    p_pos := pgque._with_window(p_pos, v_tick);
-  end loop;
-  return p_pos;
-end
-$$;
-
--- Returns the tick that ends a batch.  A batch from the retry queue ends at the tick
--- where it began.
-create or replace function pgque._end_of(p_lease pgque.position) returns bigint
-language sql immutable as $$ select case when p_lease.pos_fresh > 0 or p_lease.pos_shelf = 0 then p_lease.pos_next_tick else p_lease.pos_tick end $$;
-
--- There is no argument caller: with it, a call with a subconsumer and six nulls would
--- be ambiguous.
-create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
-  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
-  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
-  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
-)
-language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
-comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
-  'Opens a batch as next_batch_info() does, with conditions: it ends at a tick that is at least min_lag old, and, with min_count or min_interval, at '
-  'the nearest tick so that it spans at least this number of events or this time. NULL is no condition.';
-
-create or replace function pgque.next_batch_info(
-  queue_name text, consumer_name text,
-  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
-  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
-  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
-)
-language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
-comment on function pgque.next_batch_info(text, text) is
-  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks.';
-
-create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
-language sql as $$ select pgque._open_batch($1, $2, null, null, null, null) $$;
-comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
-  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more. Retries that '
-  'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
-  'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
-  'workers; PQ011 not subscribed.';
-
--- Returns the delivery of an open batch, without a lock; PQ012 if it is not open.
-create or replace function pgque._open_lease(p_sub pgque.subscriber, p_batch bigint) returns pgque.position
-language plpgsql as $$
-begin
-  if not pgque._is_open(p_sub, p_batch) then
-    perform pgque._no_batch(p_batch);
-  end if;
-  return pgque._lease(p_sub.sub_id, p_batch);
-end
-$$;
-
--- Returns whether a batch is open.  A worker's batch in the retry queue is, as long as it
--- has a message there; any other, until it is finished.
-create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return exists (
-    select from pgque._states(p_sub.sub_id, array[p_batch]) s
-    where s.place = 'log' or s.place = 'retry' and (p_sub.sub_role <> 'pool' or exists (
-      select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch)));
-end
-$$;
-
--- Returns the query of an open batch: all of it, or, if messages may be left out when
--- it is opened, those without an outcome.
-create or replace function pgque._open_sql(p_batch bigint) returns text
-language plpgsql as $$
-declare
-  v_sub    pgque.subscriber := pgque._batch_owner(p_batch);
-  v_state  record;
-begin
-  select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
-  if v_state.place = 'log' and exists (
-    select from pgque.queue q where q.queue_id = v_sub.sub_queue and not pgque._keyed(q) and not pgque._expiring(q))
-  then
-    return pgque._slice_sql(v_sub, v_state.lease);
-  end if;
-  perform pgque._open_lease(v_sub, p_batch);
-  return pgque._batch_sql(v_sub, p_batch);
-end
-$$;
-
-create or replace function pgque.get_batch_events(
-  batch_id bigint, caller pgque.caller default current_user,
-  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
-  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
-  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
-) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(pgque._batch_for(caller, $1)));
-end
-$$;
-comment on function pgque.get_batch_events(bigint, pgque.caller) is
-  'Returns the events of an open batch in the order of their ids, as stored. Errors: PQ012 the batch is not open.';
-
-create or replace function pgque._event_columns() returns text
-language sql stable as $$
-  select 'e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
-    ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
-$$;
-
--- Returns the query of an open batch for roles that may read the leaves themselves.
-create or replace function pgque._cursor_sql(p_batch bigint) returns text
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  return pgque._open_sql(p_batch);
-end
-$$;
-
--- extra_where runs with the caller's rights and sees pg_catalog and pgque only.
-create or replace function pgque.get_batch_cursor(
-  batch_id bigint, cursor_name text, quick_limit int, extra_where text,
-  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
-  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
-  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
-) returns setof record
+-- Does the work of the three trigger functions.  Arguments: the queue, then options:
+--   backup            keep the old row in ev_extra2
+--   ignore=a,b        leave these columns out; an update of nothing else is no event
+--   pkey=a,b          the key columns, instead of the primary key
+--   deny              refuse the change
+--   skip              a BEFORE trigger that cancels the change after recording it
+-- ev_type is I:, U:, D: or R (truncate) with the key columns; ev_extra1 is the
+-- table's name.  p_format is json, url or sql.
+--
+-- All of this runs with the rights of the role that changes the table, because
+-- to_jsonb() runs casts that a table's owner may have created.  So roles that change
+-- the table need the role pgque_writer, or the right to produce to the queue.  A role
+-- without either cannot call a function that says so: the trigger functions do.
+--
+-- Rows that a dump loads are no changes: nothing is sent for them while the queue is
+-- being restored (_is_old_change).
+create or replace function pgque._row_event(
+  p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
+) returns void
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_cursor  refcursor := $2;
+  v_queue   text := p_args[0];   -- trigger arguments count from 0
+  v_opts    text[] := p_args[1:];
+  v_ignore  text[];
+  v_pkey    text[];
+  v_row     jsonb := coalesce(p_new, p_old);
+  v_opt     text;
+  v_data    text;
+  v_where   text;
 begin
-  if coalesce($2, '') = '' or ($3 >= 0) is not true then
-    perform pgque._fail('PQ005', format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),
-      'Pass any name that is free in this transaction, and FETCH from it.');
+  if v_queue is null then
+    perform pgque._fail('PQ005', format('the trigger on table %s names no queue', p_table),
+      'Name the queue: create trigger ... execute function pgque.jsontriga(''queue'', options...)');
+  elsif pgque._is_old_change(v_queue) then
+    return;
   end if;
-  open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
-    pgque._event_columns(), pgque._cursor_sql($1), coalesce('and (' || $4 || ')', ''));
-  return query execute format('fetch forward %s from %I', $3, $2);
-end
-$$;
-comment on function pgque.get_batch_cursor(bigint, text, int, text) is
-  'Opens a cursor over an open batch and returns its first quick_limit events. Fetch the rest from cursor_name in the same transaction. extra_where: '
-  'an SQL condition on the event columns; never build it from untrusted input. Errors: PQ012 the batch is not open.';
-
-create or replace function pgque.get_batch_cursor(
-  batch_id bigint, cursor_name text, quick_limit int,
-  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
-  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
-  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
-) returns setof record
-language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
-comment on function pgque.get_batch_cursor(bigint, text, int) is
-  'Opens a cursor over an open batch and returns its first quick_limit events, without a condition on them. Fetch the rest from cursor_name in the '
-  'same transaction. Errors: PQ012 the batch is not open.';
-
-create or replace function pgque.get_batch_info(
-  batch_id bigint, caller pgque.caller default current_user,
-  out queue_name text, out consumer_name text, out batch_start timestamptz, out batch_end timestamptz,
-  out prev_tick_id bigint, out tick_id bigint, out lag interval, out seq_start bigint, out seq_end bigint
-)
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_sub    pgque.subscriber := pgque._batch_owner(pgque._batch_for(caller, $1));
-  v_lease  pgque.position := pgque._open_lease(v_sub, $1);
-  v_prev   pgque.tick := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
-  v_cur    pgque.tick := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
-begin
-  queue_name := (select q.queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue);
-  consumer_name := pgque._subscriber_name(v_sub) || coalesce('.' || v_lease.pos_worker, '');
-  batch_start := v_prev.tick_time;
-  batch_end := v_cur.tick_time;
-  prev_tick_id := v_prev.tick_id;
-  tick_id := v_cur.tick_id;
-  lag := pgque.clock() - v_cur.tick_time;
-  seq_start := v_prev.tick_event_seq;
-  seq_end := v_cur.tick_event_seq;
-end
-$$;
-comment on function pgque.get_batch_info(bigint, pgque.caller) is
-  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
-  'PQ012 the batch is not open.';
-
--- Returns a consumer's name; for a worker consumer.worker.
-create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
-language plpgsql stable as $$
-begin
-  return (select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer);
-end
-$$;
--- ---------------------------------------------------------------------------
--- order: messages of one key one at a time (keyed_order)
--- ---------------------------------------------------------------------------
-
--- A lane is the messages of a consumer that share a key or a partition key.  _sift()
--- calls _lanes_out() and moves messages of a busy lane to the retry queue.  _due()
--- calls _heads_of_lanes() to choose those of them that are next.
-
--- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these are
--- hashed.  Two keys with one hash share a lane: they are ordered more than they need.
-create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
-language sql immutable as $$
-  select case
-    when not p_sub.sub_keyed then null
-    when pg_catalog.octet_length(coalesce(p_key, p_extra1)) > 1000 then pg_catalog.hashtextextended(coalesce(p_key, p_extra1), 0)::text
-    else coalesce(p_key, p_extra1)
-  end
-$$;
-
--- Returns the lanes of a consumer's messages that came from the log and are leased.
-create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_held   record;
-  v_some   text[];
-  v_lanes  text[] := '{}';
-begin
-  for v_held in select h.lease, h.settled from pgque._held(p_sub.sub_id) h loop
-    v_some := (v_held.lease).pos_keys;
-    if v_held.settled > 0 then
-      execute pg_catalog.format('select array_agg(pgque._lane($1, e.ev_key, e.ev_extra1)) from (%s) e', pgque._unsettled_sql(p_sub, v_held.lease))
-      into v_some using p_sub;
+  foreach v_opt in array v_opts loop
+    if v_opt like 'ignore=%' then
+      v_ignore := string_to_array(substr(v_opt, 8), ',');
+    elsif v_opt like 'pkey=%' then
+      v_pkey := string_to_array(substr(v_opt, 6), ',');
+    elsif v_opt = 'deny' then
+      perform pgque._fail('PQ013', format('table %s must not be changed here: its changes come from queue %I', p_table, v_queue),
+        'Change the table that sends to the queue, or create the trigger without the option deny.');
+    elsif lower(v_opt) not in ('backup', 'skip') then
+      perform pgque._fail('PQ005', format('unknown option %L of the trigger on table %s', v_opt, p_table),
+        'Use backup, ignore=columns, pkey=columns, deny or skip.');
     end if;
-    v_lanes := v_lanes || v_some;
   end loop;
-  return array_remove(v_lanes, null);
-end
-$$;
-
--- With keyed order: returns the first message of each lane in the retry queue that has
--- none leased, if it is due.  It reads the messages that are due.  If these are many,
--- and most are not the first of their lane, it reads each lane, and the messages
--- without one.
-create or replace function pgque._heads_of_lanes(
-  p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_from timestamptz default '-infinity'
-)
-returns pgque.retry_queue[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_out    text[];
-  v_lanes  text[];
-  v_free   bigint[];   -- messages without a lane
-  v_count  bigint;
-begin
-  -- The leased message of a lane may have been sent later than the first one.
-  v_out := pgque._lanes_out(p_sub) || array(
-    select r.ev_lane from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > p_now and r.ev_lane is not null);
-  select count(*), pg_catalog.array_agg(distinct r.ev_lane) filter (where r.ev_lane is not null), pg_catalog.array_agg(r.ev_id) filter (where r.ev_lane is null)
-  into v_count, v_lanes, v_free
-  from (
-    select r.ev_id, r.ev_lane from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000) r;
-  if v_count = 1000 then
-    v_lanes := array(
-      with recursive lane (lane) as (
-        (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
-        union all
-        select (
-          select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane > l.lane order by r.ev_lane limit 1)
-        from lane l
-        where l.lane is not null
-      )
-      select l.lane from lane l where l.lane is not null);
-    v_free := array(
-      select r.ev_id from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now
-      order by r.ev_retry_after
-      limit 1000);
-  end if;
-  -- One index lookup for each key and for each message, whatever the planner expects.
-  return array(
-    select pgque._slim_waiting(r)
-    from (
-      select r.*
-      from (
-        select h.place
-        from (select pg_catalog.unnest(v_lanes) except select pg_catalog.unnest(v_out)) l (lane)
-        cross join lateral (
-          select h.ctid as place from pgque.retry_queue h where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane order by h.ev_id limit 1) h
-        union all
-        select f.place
-        from pg_catalog.unnest(v_free) i (id)
-        cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner + 0 = p_sub.sub_id and f.ev_id = i.id offset 0) f
-      ) found
-      join pgque.retry_queue r on r.ctid = found.place
-      where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
-      order by r.ev_batch is null, r.ev_id
-      limit p_max
-      for update of r skip locked
-    ) r);
-end
-$$;
--- ---------------------------------------------------------------------------
--- outcomes: what becomes of the messages of a batch
--- ---------------------------------------------------------------------------
-
--- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.  Its
--- lock is taken by a statement before all that reads its state (see _lock_batch).
-create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
-declare
-  v_found  record;
-  v_held   boolean;
-  v_sub    pgque.subscriber;
-  v_count  bigint;
-begin
-  select s.sub_id, s.sub_queue, s.sub_role, q.queue_archive_on_ack as archives into v_found
-  from pgque.subscriber s, pgque.queue q
-  where (s.sub_id & 1048575) = (p_batch & 1048575)::int and q.queue_id = s.sub_queue
-    and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
-  if not found then
-    return 0;
-  elsif not v_found.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
-    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
-  then
-    if v_found.sub_role = 'pool' then
-      -- As in _lock_batch().  An assignment runs no statement.
-      v_held := pg_advisory_xact_lock_shared(hashtext('pgque.batches'), v_found.sub_queue) is not null and pg_advisory_xact_lock(p_batch) is not null;
-    else
-      -- After a wait for the lock, the condition on the role holds for the row as it is then.
-      perform from pgque.subscriber s where s.sub_id = v_found.sub_id and s.sub_role = 'normal' for no key update;
-      v_held := found;
-    end if;
-    if v_held and (case pg_sequence_last_value('pgque.journal_leaf') when 1 then pgque._done_1(p_batch, v_found.sub_id) else pgque._done_0(p_batch, v_found.sub_id) end) then
-      return 1;
-    end if;
-  end if;
-  v_sub := pgque._batch_owner(p_batch);
-  if v_found.archives then
-    if not pgque._lock_batch(v_sub, p_batch) or not pgque._is_open(v_sub, p_batch) or not pgque._still_whole(v_sub.sub_id, p_batch) then
-      return 0;
-    end if;
-    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
-    if v_sub.sub_role = 'pool' then
-      return (v_count > 0)::int;
-    end if;
-  end if;
-  return pgque._close(v_sub, p_batch);
-end
-$$;
-
-create or replace function pgque.ack(batch_id bigint) returns int
-language sql as $$ select pgque._ack($1) $$;
-comment on function pgque.ack(bigint) is
-  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1, or 0 if the batch was acknowledged before. For '
-  'a worker''s batch it also returns 0 after one of its messages was delivered to another worker or removed; acknowledge the others with '
-  'ack(batch_id, msg_ids).';
-
-create or replace function pgque.finish_batch(batch_id bigint) returns int
-language sql as $$ select pgque.ack($1) $$;
-comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
-
--- Returns whether a sorted array has an id.  This is a binary search, because an IN over
--- unnest() compares each row with each id as soon as the ids exceed work_mem, and a join
--- does where the planner expects few.  The array is a parameter of dynamic SQL or
--- (select v_ids): otherwise PL/pgSQL copies it for each row.
-create or replace function pgque._among(p_sorted bigint[], p_id bigint) returns boolean
-language sql immutable as $$ select (p_sorted[pg_catalog.width_bucket(p_id, p_sorted)] = p_id) is true $$;
-
--- Gives messages of an open batch their outcome.  p_ids null: all that have none yet.
--- p_what: ack, archive, nack (again after p_after, or given up), retry (again in any
--- case), dead, release (again at once).
--- The rows are read again from the tables: of a client's message only the id is used.
--- Each message gets one outcome.
--- For a lost batch this raises no error: the returned rows have the reason for each
--- message.  A message that another session has locked, and may be taking over, is lost.
--- With p_wait the call waits for it, since a caller that raises an error has to be
--- sure.
-create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
-returns setof pgque.outcome
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_sub    pgque.subscriber := pgque._batch_owner(p_batch);
-  v_lease  pgque.position;
-  v_state  record;
-  v_rows   text;
-  v_ids    bigint[];   -- p_ids, sorted
-  v_log    bigint[];   -- those of them that are in the log, sorted
-  v_new    bigint[];   -- those that get their outcome now
-  v_gone   bigint[];   -- the same of those that were in the retry queue
-begin
-  p_ids := pgque._flat(p_ids);
-  if p_ids is not null then
-    v_ids := array(select i.id from pg_catalog.unnest(p_ids) i (id) where i.id is not null group by 1 order by 1);
-  end if;
-  if v_sub.sub_id is null then
-    return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
+  if p_op = 'TRUNCATE' then
+    perform pgque.insert_event(v_queue, 'R', null, p_table::text, null, null, null);
     return;
   end if;
-  -- The consumer cannot be unsubscribed before this commits.  Other workers do not
-  -- wait.
-  perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
-  perform pgque._lock_batch(v_sub, p_batch);
-  select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
-  v_lease := v_state.lease;
-  if v_state.place = 'log' and pgque._old_snapshot() then
-    -- To move the batch finds out whether the snapshot is too old.
-    perform pgque._shelve(v_sub, v_lease, v_state.until);
-    v_state.place := 'retry';
+  v_pkey := coalesce(v_pkey, (
+    select array_agg(a.attname::text order by k.n)
+    from pg_index i
+    cross join lateral unnest(i.indkey) with ordinality k (attnum, n)
+    join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
+    where i.indrelid = p_table and i.indisprimary and k.n <= i.indnkeyatts), '{}');
+  if not v_row ?& v_pkey then
+    perform pgque._fail('PQ005', format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
+        (select string_agg(k.name, ', ') from unnest(v_pkey) k (name) where not v_row ? k.name)),
+      'Write pkey=columns, with commas and no blanks between the names.');
   end if;
-  if v_state.place = 'log' then
-    v_rows := pgque._span_of_ids_sql(v_sub, v_lease, v_ids);
-    execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._among($1, e.ev_id)', v_rows)
-    into v_log using v_ids;
-    -- A message may be settled in the leaf that is no longer written.
-    v_new := pgque._record(p_batch, 'outcome', array(
-      select pg_catalog.unnest(v_log) except select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.set_what = 'outcome'));
-    if v_sub.sub_role = 'pool' and (p_ids is null or v_state.settled + pg_catalog.cardinality(v_new) >= v_lease.pos_done_count) then
-      perform pgque._record(p_batch, 'closed');
-    end if;
-  end if;
-  if p_wait then
-    perform from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids) for update;
-  end if;
-  v_gone := pgque._apply(v_sub, v_lease, p_batch, v_ids, v_rows, v_new, p_what, p_after, p_reason);
-  v_new := array(select n from pg_catalog.unnest(v_new || v_gone) n order by n);
-  if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
-    -- So the batch is known to be whole apart from them; see _still_whole().
-    perform pgque._record(p_batch, 'outcome', v_gone);
-  end if;
-  if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
-    return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
+  v_row := v_row - coalesce(v_ignore, '{}');
+  if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
     return;
   end if;
-  if exists (
-    select from pgque.retry_queue r
-    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and ((select v_ids))[pg_catalog.width_bucket(r.ev_id, (select v_ids))] = r.ev_id)   -- as _among()
-  then
-    -- The session that has one of them locked may roll back.  But the caller gets the
-    -- answer that it is lost, so an ack of the rest must not finish it.
-    perform pgque._record(p_batch, 'lost');
-  end if;
-  return query
-    select i.id, i.ok,
-      case
-        when i.ok then null
-        when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
-        when ((select v_log))[pg_catalog.width_bucket(i.id, (select v_log))] = i.id then 'settled already'
-        when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'outcome' and s.set_ev_id = i.id) then 'settled already'
-        -- Which messages a batch had that was moved to the retry queue is no longer known.
-        when v_state.place is null or v_state.place = 'retry' and v_lease.pos_fresh > 0 then 'batch not open'
-        when i.taken then 'lost to another worker'
-        else 'not in this batch'
-      end
-    from (
-      select u.id,
-        (((select v_new))[pg_catalog.width_bucket(u.id, (select v_new))] = u.id) is true as ok,
-        exists (select from pgque.retry_queue r where r.ev_owner + 0 = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
-      from pg_catalog.unnest(p_ids) u (id)
-    ) i;
-end
-$$;
-
--- Returns the query of the messages of a batch from the log between the first and the
--- last of p_ids, which are sorted; null: all.
-create or replace function pgque._span_of_ids_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
-language plpgsql as $$
-begin
-  if p_ids is null then
-    return pgque._slice_sql(p_sub, p_lease);
-  end if;
-  p_lease.pos_done_id := greatest(p_lease.pos_done_id, greatest(p_ids[1], 1) - 1);
-  p_lease.pos_last_id := least(p_lease.pos_last_id, p_ids[pg_catalog.cardinality(p_ids)]);
-  -- For one message of many an index is best.
-  return pgque._slice_sql(p_sub, p_lease,
-    case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = ' || p_ids[1] else '' end, null, pgque._is_big(p_lease, 500));
-end
-$$;
-
--- Applies the outcome to the messages of a batch: to those of the log that p_new names,
--- and to those in the retry queue.  Returns the ids of the latter.  p_ids and p_new are
--- sorted.
-create or replace function pgque._apply(
-  p_sub pgque.subscriber, p_lease pgque.position, p_batch bigint, p_ids bigint[], p_rows text, p_new bigint[],
-  p_what text, p_after interval, p_reason text
-) returns bigint[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_queue  pgque.queue;
-  v_with   text;
-  v_items  text;
-  v_item   pgque.retry_queue;
-  v_ids    bigint[];
-begin
-  if exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch) then
-    -- Rows that another session has locked are being taken over.
-    v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
-      ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
-      ' and ($4 is null or e.ev_id between $4[1] and $4[pg_catalog.cardinality($4)] and pgque._among($4, e.ev_id))'
-      ' order by e.ev_id for update skip locked),'
-      ' gone as (delete from pgque.retry_queue r using found f where r.ctid = f.ctid returning r.*)';
-    v_items := 'select g.* from gone g';
-  end if;
-  if p_new is not null and p_what <> 'ack' then
-    v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
-      'select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
-      ' where pgque._among($5, e.ev_id)', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
-  end if;
-  if v_items is null then
-    return null;
-  elsif p_what = 'ack' then
-    execute v_with || ' select array_agg(g.ev_id) from gone g' into v_ids using p_sub, p_lease.pos_worker, p_batch, p_ids;
-    return v_ids;
-  end if;
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
-  if p_what = 'archive' then
-    execute pgque._archive_sql(v_with, v_items, v_queue.queue_id) into v_ids
-    using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new, p_reason;
-    perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(v_ids));
+  if p_format = 'json' then
+    v_data := v_row::text;
+  elsif p_format = 'url' then
+    select string_agg(pgque._url_encode(r.key) || coalesce('=' || pgque._url_encode(r.value), ''), '&')
+    into v_data from jsonb_each_text(v_row) r;
   else
-    -- Each gets the time of its turn, and messages become due by that time.
-    for v_item in execute pg_catalog.concat_ws(' ', v_with, v_items, 'order by ev_id') using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new loop
-      v_ids := v_ids || v_item.ev_id;
-      perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
-    end loop;
-  end if;
-  return nullif(array(select pg_catalog.unnest(v_ids) except select pg_catalog.unnest(p_new)), '{}');
-end
-$$;
-
--- Redelivers or gives up one message that was taken from its batch.
-create or replace function pgque._again_or_dead(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_what text, p_after interval, p_reason text
-) returns void
-language plpgsql as $$
-begin
-  if p_what = 'dead'
-    or (p_what = 'nack' and (coalesce(p_item.ev_retry, 0) >= p_queue.queue_max_retries
-      or (p_sub.sub_role = 'pool' and p_item.ev_receives >= p_queue.queue_max_receive_attempts)))
-  then
-    p_item.ev_error := coalesce(p_reason, p_item.ev_error);
-    perform pgque._give_up(p_queue, p_sub, p_item, coalesce(p_reason, case
-      when p_what = 'dead' then 'dead'
-      when coalesce(p_item.ev_retry, 0) >= p_queue.queue_max_retries then 'retries used up'
-      else 'receive attempts used up'
-    end));
-    return;
-  end if;
-  p_item.ev_batch := null;
-  p_item.ev_worker := null;
-  p_item.ev_retry_after := pgque.clock();
-  if p_what <> 'release' then
-    p_item.ev_retry := coalesce(p_item.ev_retry, 0) + 1;
-    p_item.ev_error := p_reason;
-    p_item.ev_retry_after := p_item.ev_retry_after + coalesce(p_after, pgque._backoff(p_queue.queue_retry_backoff, p_item.ev_retry));
-  end if;
-  insert into pgque.retry_queue select p_item.*
-  -- As in _shelve().
-  on conflict (ev_owner, ev_id, ev_queue) do update
-  set (ev_retry_after, ev_receives, ev_batch, ev_worker, ev_retry, ev_error)
-    = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker, excluded.ev_retry, excluded.ev_error);
-end
-$$;
-
--- Returns how long to wait before the n-th retry of a message.
-create or replace function pgque._backoff(p_backoff jsonb, p_n int) returns interval
-language sql volatile as $$
-  select case
-    when p_backoff is null then interval '60 seconds'
-    else make_interval(secs => (least(
-        coalesce((p_backoff->>'cap')::double precision, 3600),
-        coalesce((p_backoff->>'base')::double precision, 1) * power(coalesce((p_backoff->>'factor')::double precision, 2), least(p_n, 100) - 1))
-      * (1 - coalesce((p_backoff->>'jitter')::double precision, 0) * random())))
-  end
-$$;
-
--- Returns an interval from now, if it is neither negative nor so long that clients
--- cannot read its end.
-create or replace function pgque._not_negative(p_span interval, p_name text, p_batch bigint) returns interval
-language plpgsql immutable as $$
-begin
-  if p_span < '0' then
-    perform pgque._fail('PQ005', pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
-      'Pass an interval from now, such as ''30 seconds''.');
-  elsif p_span > '100 years' then
-    perform pgque._fail('PQ005', pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
-      'Pass a shorter interval. Some clients cannot read times that far in the future.');
-  end if;
-  return p_span;
-end
-$$;
-
--- Returns the outcome of one message of a batch, or raises an error if the message is
--- not there.
-create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
-language plpgsql as $$
-begin
-  if p_outcome.reason = 'not in this batch' then
-    perform pgque._fail('PQ007', pg_catalog.format('message %s is not in batch %s', coalesce(p_outcome.msg_id::text, 'null'), p_batch),
-      'Pass a message of this batch, as receive() returned it.');
-  elsif p_outcome.reason in ('batch not open', 'lost to another worker') then
-    perform pgque._no_batch(p_batch);
-  end if;
-  return p_outcome;
-end
-$$;
-
-create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
-  return 1;
-end
-$$;
-comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
-  'Earlier form of nack(): rejects one message, for clients that know the ten columns of pgque.message, the row that receive() once returned.';
-
-create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
-  return 1;
-end
-$$;
-comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
-  'Rejects one message of an open batch and returns 1, also when repeated. The message is redelivered to this consumer after retry_after (NULL: the '
-  'queue''s retry_backoff), or becomes a dead letter once the queue''s max_retries are used up. The rest of the batch stays open: acknowledge it when '
-  'done. Of msg only msg_id counts. For a worker''s batch whose lease expired, the call waits for a transaction that may be taking the message over. '
-  'Errors: PQ005 retry_after is negative; PQ007 the message is not in this batch; PQ012 the batch is not open.';
-
-create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
-returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
-end
-$$;
-comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
-  'Rejects many messages of an open batch, by id. Returns one row a message as ack(batch_id, msg_ids) does: msg_id, ok, and the reason if not ok. '
-  'Errors: PQ005 retry_after is negative or above 100 years.';
-
-create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_archive  boolean;
-begin
-  select q.queue_archive_on_ack into v_archive
-  from pgque.subscriber s
-  join pgque.queue q on q.queue_id = s.sub_queue
-  where (s.sub_id & 1048575) = ($1 & 1048575)::int;
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
-end
-$$;
-comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this '
-  'batch, settled already, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole batch returns '
-  '0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are kept in the '
-  'archive.';
-
--- Gives up messages at once, as if their attempts were used up.
-create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
-end
-$$;
-
-create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
-language sql as $$ select * from pgque._dead($1, $2, $3) $$;
-comment on function pgque.dead(bigint, bigint[], text) is
-  'Gives up messages of a batch at once: drop_policy applies to them (by default they become dead letters), with the reason. Returns one row a '
-  'message as ack(batch_id, msg_ids) does.';
-
-create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
-end
-$$;
-comment on function pgque.archive(bigint, bigint[], pgque.caller) is
-  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
-  'msg_ids) does.';
-
-create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_now  timestamptz := pgque.clock();
-begin
-  return (
-    select (pgque._answer(f, $1)).ok::int
-    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
-      -- An infinite time has no distance from now.
-      pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
-      null, true) f);
-end
-$$;
-comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
-  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: as nack() does), however often it failed before. '
-  'Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; PQ012 the batch is '
-  'not open.';
-
-create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
-language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
-comment on function pgque.event_retry(bigint, bigint, int) is
-  'Rejects one event of an open batch: it is redelivered to this consumer after a number of seconds (NULL: as nack() does), however often it '
-  'failed before. Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; '
-  'PQ012 the batch is not open.';
-
-create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  batch_id := pgque._batch_for(caller, $1);
-  perform pgque._open_lease(pgque._batch_owner($1), $1);
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
-end
-$$;
-comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now '
-  '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
--- ---------------------------------------------------------------------------
--- leases: release, extend and reclaim batches, share a consumer
--- ---------------------------------------------------------------------------
-
--- Returns the consumer of a pool's batch; PQ005 for any other batch, whose lease has no
--- end.
-create or replace function pgque._pool_of(p_batch bigint) returns pgque.subscriber
-language plpgsql as $$
-declare
-  v_sub  pgque.subscriber := pgque._batch_owner(p_batch);
-begin
-  if v_sub.sub_role <> 'pool' then
-    perform pgque._fail('PQ005', pg_catalog.format('batch %s is not leased', p_batch),
-      'Receive with a worker to get a lease. A consumer without workers keeps its batch until it finishes it.');
-  end if;
-  return v_sub;
-end
-$$;
-
-create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  return (select count(*) from pgque._settle(pgque._batch_for(caller, $1), $2, 'release', null, null, false) f where f.ok);
-end
-$$;
-comment on function pgque.release(bigint, bigint[], pgque.caller) is
-  'Releases messages of a batch, all by default, and returns their number. They can be received at once, by any worker of the consumer. A release is '
-  'no failure: retry_count stays; receive_count counts each delivery. A consumer without workers acknowledges the batch afterwards, and receives the '
-  'messages in another one.';
-
-create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
-    perform pgque._pool_of(pgque._batch_for(caller, $1));
-    return pgque.release($1, null, caller);
-  end if;
-  return pgque._lease_until(pgque._batch_for(caller, $1), $2, false);
-end
-$$;
-comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
-  'Earlier form of extend(): sets when the lease on a worker''s batch expires, counted from now, so that it can also shorten the lease; 0 releases '
-  'the batch, as release() does. Returns the number of messages still leased, 0 if the batch is lost. Errors: PQ005 visibility_timeout is NULL, '
-  'negative or above 100 years.';
-
-create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
-  return pgque._lease_until(pgque._batch_for(caller, $1), $2, true);
-end
-$$;
-comment on function pgque.extend(bigint, interval, pgque.caller) is
-  'Extends the lease on a worker''s batch by an interval; it never shortens the lease. Returns the number of messages still leased, 0 if the batch is '
-  'lost. Errors: PQ005 the interval is negative or above 100 years.';
-
--- Moves the end of a lease: to p_span from now, or, to extend it, by p_span.
-create or replace function pgque._lease_until(p_batch bigint, p_span interval, p_extend boolean) returns int
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_sub    pgque.subscriber := pgque._pool_of(p_batch);
-  v_now    timestamptz := pgque.clock();
-  v_state  record;
-  v_until  timestamptz;
-  v_held   int;
-begin
-  perform pgque._lock_batch(v_sub, p_batch) where v_sub.sub_id is not null;
-  select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
-  with found as materialized (
-    select e.ctid from pgque.retry_queue e
-    where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
-    order by e.ev_id
-    for update skip locked
-  )
-  update pgque.retry_queue r set ev_retry_after = case when p_extend then greatest(r.ev_retry_after, v_now) else v_now end + p_span
-  from found f
-  where r.ctid = f.ctid;
-  get diagnostics v_held = row_count;
-  if v_state.place = 'log' then
-    v_until := case when p_extend then greatest(v_state.until, v_now) else v_now end + p_span;
-    if p_extend and not pgque._old_snapshot() then
-      perform pgque._record(p_batch, 'extended', array[v_state.extended + 1], v_until);
-      v_held := v_held + (v_state.lease).pos_done_count - v_state.settled;
+    select string_agg(quote_ident(r.key) || coalesce(' = ' || quote_literal(r.value), ' is null'), ' and ')
+    into v_where from jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey) or v_pkey = '{}';
+    if p_op = 'INSERT' then
+      select format('(%s) values (%s)', string_agg(quote_ident(r.key), ','), string_agg(quote_nullable(r.value), ','))
+      into v_data from jsonb_each_text(v_row) r;
+    elsif p_op = 'UPDATE' then
+      select string_agg(format('%I = %s', r.key, quote_nullable(r.value)), ', ') || ' where ' || v_where
+      into v_data from jsonb_each_text(v_row) r
+      where r.value is distinct from p_old ->> r.key;
+      v_data := coalesce(v_data, v_where);
     else
-      -- A lease that may end earlier is checked in the retry queue.  And an old snapshot
-      -- may not show that the batch was closed: to move it finds it out.
-      v_held := v_held + pgque._shelve(v_sub, v_state.lease, v_until);
+      v_data := v_where;
     end if;
   end if;
-  return v_held;
+  perform pgque.insert_event(v_queue,
+    case when p_format = 'sql' then left(p_op, 1) else left(p_op, 1) || ':' || array_to_string(v_pkey, ',') end,
+    v_data, p_table::text, case when 'backup' = any (v_opts) then p_old::text end, null, null);
 end
 $$;
 
--- Releases the messages of a batch, so that any worker may receive them at once.  The
--- caller holds the batch's lock.
-create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_state  record;
-  v_fresh  bigint := 0;
-  v_count  bigint;
+-- Percent-encoding of everything but letters, digits, - _ . and ~.
+create or replace function pgque._url_encode(p_text text) returns text
+language sql immutable strict as $$
+  select coalesce(pg_catalog.string_agg(
+    case
+      when c.ch ~ '^[A-Za-z0-9_.~-]$' then c.ch
+      else pg_catalog.upper(pg_catalog.regexp_replace(pg_catalog.encode(pg_catalog.convert_to(c.ch, 'UTF8'), 'hex'), '(..)', E'%\\1', 'g'))
+    end, '' order by c.n), '')
+  from pg_catalog.regexp_split_to_table(p_text, '') with ordinality c (ch, n)
+$$;
+
+create or replace function pgque.jsontriga() returns trigger
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
-  if v_state.place = 'log' then
-    v_fresh := pgque._shelve(p_sub, v_state.lease, pgque.clock(), 0);
+  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
+    raise insufficient_privilege using
+      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
+      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
   end if;
-  -- A maintenance session that has one of them locked may roll back: this waits for it.
-  update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
-  where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
-  get diagnostics v_count = row_count;
-  return v_fresh + v_count;
+  perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
+    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
+  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
+    return null;
+  end if;
+  return coalesce(new, old);
+end
+$$;
+comment on function pgque.jsontriga() is
+  'Sends each change of a table as JSON, as a row or TRUNCATE trigger: create trigger ... execute function pgque.jsontriga(''queue'', options...). '
+  'Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is I:, U: or D: and the key columns, or R for '
+  'TRUNCATE; ev_extra1 is the table. Errors: PQ001 no such queue; PQ005 no queue, an unknown option, or a key that is no column; PQ013 the queue is '
+  'paused, or the change is denied; 42501 the role that changes the table may not send to the queue.';
+
+create or replace function pgque.logutriga() returns trigger
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
+    raise insufficient_privilege using
+      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
+      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
+  end if;
+  perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
+    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
+  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
+    return null;
+  end if;
+  return coalesce(new, old);
+end
+$$;
+comment on function pgque.logutriga() is 'Sends each change of a table as jsontriga() does, with the row as URL-encoded pairs.';
+
+create or replace function pgque.sqltriga() returns trigger
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
+    raise insufficient_privilege using
+      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
+      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
+  end if;
+  perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
+    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
+  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
+    return null;
+  end if;
+  return coalesce(new, old);
+end
+$$;
+comment on function pgque.sqltriga() is
+  'Sends each change of a table as jsontriga() does, with the part of an SQL statement that follows the table''s name. ev_type is I, U, D or R.';
+-- ---------------------------------------------------------------------------
+-- sink: INSERT, COPY and Spark send
+-- ---------------------------------------------------------------------------
+
+-- Two views that turn rows into messages.  They are views because a writer that
+-- overwrites would drop a table and create it again.  Their columns are text where a
+-- driver has strings.  sink has the options of send() by a trigger; sink_bulk takes
+-- plain messages by a rule, which is faster.
+-- Their column queue has a domain type.  Under session_replication_role = replica,
+-- neither rules nor triggers of a view fire, and a view cannot have triggers that
+-- always fire.  So a row would be lost silently: the check of the domain refuses it.
+do $$
+begin
+  if to_regtype('pgque.sink_queue') is null then
+    create domain pgque.sink_queue as text
+      constraint session_replication_role_is_not_replica check (pg_catalog.current_setting('session_replication_role') <> 'replica');
+    revoke usage on type pgque.sink_queue from public;
+  end if;
+  create or replace view pgque.sink as
+    select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
+      null::text as partition_key, null::text as sink_id, null::bigint as epoch, null::int as part, null::int as parts,
+      null::text as key, null::text as delay, null::timestamptz as deliver_at, null::text as ttl
+    where false;
+  create or replace view pgque.sink_bulk as
+    select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers
+    where false;
+end
+$$;
+comment on view pgque.sink is
+  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text '
+  'of a JSON object), partition_key; key, delay, deliver_at, ttl as in send(). delay and ttl are texts of intervals; a number is seconds. With '
+  'sink_id, epoch and part, rows of a part are left out if another transaction has already written that part of the epoch. parts, if given, must '
+  'be the same each time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 under '
+  'session_replication_role = replica, where the view cannot send.';
+comment on view pgque.sink_bulk is
+  'Sends one message for each row as pgque.sink does, for plain messages: by a rewrite rule, and so about twice as fast. Columns: queue, type, '
+  'payload, headers.';
+
+-- Returns the table for a message of this queue, for a statement that found the queue
+-- closed or not at all.  Raises PQ001 or PQ013, or repairs a queue that came out of a
+-- dump.  A queue that was created after the statement began does not exist for it yet.
+create or replace function pgque._open_slot(p_queue text, p_seen boolean) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  if not p_seen then
+    perform pgque._no_queue(p_queue);
+  end if;
+  perform pgque._need_open(p_queue);
+  return (select q.queue_id * 3 + q.queue_cur_table from pgque.queue q where q.queue_name = p_queue);
 end
 $$;
 
--- Returns the batches of a consumer that workers hold, also those whose lease expired.
-create or replace function pgque._batches_of(p_sub int) returns setof bigint
-language sql set enable_seqscan = off set jit = off as $$
-  select h.token from pgque._held(p_sub) h
-  union
-  select r.ev_batch from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch is not null
+-- Returns whether a queue with max_depth has room for one more row of a statement;
+-- PQ003 if not.  A random number stands for the statement.  The id up to which there is
+-- room is computed once, and again when other sessions have used these ids.
+create or replace function pgque._sink_room(p_queue_id int, p_statement uuid) returns boolean
+language plpgsql strict security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_name   text := 'pgque.room_' || p_queue_id;
+  v_known  text := current_setting(v_name, true);
+  v_queue  pgque.queue;
+  v_last   bigint;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  if not found then
+    return false;
+  end if;
+  v_last := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
+  if (starts_with(v_known, p_statement::text) and v_last < substr(v_known, 37)::bigint) is not true then
+    perform set_config(v_name, p_statement::text || (v_last + pgque._room_left(v_queue, 1)), true);
+  end if;
+  return true;
+end
 $$;
 
-create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
+-- The rule has no condition: with one, the server would run the source of the rows
+-- twice.  Each column of a row is named once, since an expression in VALUES replaces
+-- its name, and would run as often as it is named.
+-- The lookup is lateral, so that rows keep their order.  It is cached for the rows of
+-- one queue, so the limit is checked outside of it.  A row without an open queue is
+-- left to _open_slot(), or it would be lost silently.  The functions run with the
+-- rights of the inserting role.  The transaction has its id before it draws that of a
+-- message, see _span_xids().
+create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
+  select coalesce(case when q.limited is null or pgque._sink_room(q.limited, (select pg_catalog.gen_random_uuid())) then q.slot end,
+      pgque._open_slot(n.queue, q.event_seq is not null)),
+    case when pg_catalog.pg_current_xact_id() is not null then pg_catalog.nextval(q.event_seq) end, pgque.clock(), pg_catalog.pg_current_xact_id(),
+    coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers), q.ends
+  from (select new.queue, new.type, new.payload, new.headers offset 0) n
+  left join lateral (
+    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
+      case when q.queue_max_depth > 0 then q.queue_id end as limited,
+      case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
+    from pgque.queue q
+    where q.queue_name = n.queue
+    offset 0
+  ) q on true;
+
+-- COPY ignores rules and fires triggers.
+create or replace function pgque._sink_bulk_row() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, null, null, null, null, pgque._headers(new.queue, new.headers), null);
+  return new;
+end
+$$;
+
+-- Returns a text of a sink as an interval, or raises PQ005.
+create or replace function pgque._sink_interval(p_queue text, p_column text, p_text text) returns interval
+language plpgsql strict stable set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return p_text::interval;
+exception
+  when data_exception then
+    perform pgque._fail('PQ005', format('the %s of a message for queue %I is not an interval', p_column, p_queue),
+      'Pass an interval such as 30 (seconds) or ''1 hour 30 minutes''.', left(p_text, 200));
+end
+$$;
+
+-- Sends one row of sink, unless it belongs to a part of an epoch that another
+-- transaction wrote.  Rows with options are rare.  Others are stored here, which is
+-- faster.  A row without an open queue with room is left to _send().
+create or replace function pgque._sink_row() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
-  v_now    timestamptz := pgque.clock();
-  v_token  bigint;
-  v_count  int := 0;
+  v_txid  xid8 := pg_current_xact_id();
 begin
-  if $3 is null then
-    perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
-      'Pass the age of the batches to release, such as ''10 minutes''. ''0'' releases all of them.');
+  if num_nonnulls(new.sink_id, new.epoch, new.part, new.parts, new.payload_bytes, new.key, new.delay, new.deliver_at, new.ttl) > 0 then
+    if new.sink_id is not null then
+      if not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
+        return null;
+      end if;
+    elsif num_nonnulls(new.epoch, new.part, new.parts) > 0 then
+      -- Without the name of its sink a replay would be sent twice.
+      perform pgque._fail('PQ005', format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'),
+          coalesce(new.part::text, 'null'), coalesce(quote_ident(new.queue), 'null')),
+        'Set sink_id too. For messages that are not replayed, leave out sink_id, epoch, part and parts.');
+    end if;
+    if new.payload is not null and new.payload_bytes is not null then
+      perform pgque._send(new.queue, new.type, new.payload, null, null, null, null, null, new.payload_bytes);
+    end if;
+    if num_nonnulls(new.key, new.delay, new.deliver_at, new.ttl) > 0 then
+      perform pgque._send_as(new.queue, coalesce(new.type, 'default'), new.payload, new.payload_bytes, pgque._headers(new.queue, new.headers),
+        new.key, pgque._sink_interval(new.queue, 'delay', new.delay), new.deliver_at, pgque._sink_interval(new.queue, 'ttl', new.ttl),
+        new.partition_key);
+      return new;
+    end if;
   end if;
-  perform pgque._lock_subscriber(v_sub.sub_id);
-  -- A worker that is just finishing its batch keeps it.
-  foreach v_token in array pgque._hold_batches(v_sub, array(
-    select b.id
-    from pgque._batches_of(v_sub.sub_id) b (id)
-    cross join lateral pgque._lease(v_sub.sub_id, b.id) l
-    where v_sub.sub_role = 'pool' and (l.pos_time > v_now - $3 and l.pos_time <= v_now) is not true), 500)
-  loop
-    v_count := v_count + (pgque._hand_back(v_sub, v_token) > 0)::int;
-  end loop;
-  perform pgque._did('reclaim', $1, jsonb_build_object('consumer_name', $2, 'older_than', $3, 'batches', v_count)) where v_count > 0;
-  return v_count;
-end
-$$;
-comment on function pgque.reclaim(text, text, interval, pgque.caller) is
-  'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
-  'number of batches. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
-
-create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
-language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
-comment on function pgque.share_consumer(text, text, pgque.caller) is
-  'Turns a consumer that reads on its own into a pool of workers: from now on, receive with worker => name. Its position and pending retries stay. '
-  'An open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if it is a pool already. Errors: PQ001 no such queue; PQ006 it '
-  'has subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
-
-create or replace function pgque.unshare_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
-language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
-comment on function pgque.unshare_consumer(text, text, pgque.caller) is
-  'Turns a pool of workers into a consumer that reads on its own: from now on, receive without worker. Its position and pending retries stay. '
-  'Messages that workers hold are redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no '
-  'such queue; PQ006 it has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is finishing a batch.';
-
-create or replace function pgque._change_role(p_queue text, p_consumer text, p_from text, p_to text, p_caller name) returns int
-language plpgsql as $$
-declare
-  v_sub    pgque.subscriber := pgque._subscriber(p_queue, p_consumer, p_caller);
-  v_token  bigint;
-  v_open   bigint[];
-begin
-  perform pgque._need_read_committed('to change who reads a consumer');
-  perform pgque._lock_subscriber(v_sub.sub_id);
-  v_sub := pgque._subscriber(p_queue, p_consumer, p_caller);
-  if v_sub.sub_role = p_to then
-    return 0;
-  elsif v_sub.sub_role <> p_from or v_sub.sub_keyed then
-    perform pgque._fail('PQ006', pg_catalog.format('consumer %I of queue %I has %s', p_consumer, p_queue,
-      case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
+  select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
+    new.payload, new.partition_key, pgque._headers(new.queue, new.headers), new.payload_bytes,
+    case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
+  from pgque.queue q
+  where q.queue_name = new.queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1));
+  if not found then
+    perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, new.partition_key, null, null, null,
+      pgque._headers(new.queue, new.headers), new.payload_bytes);
   end if;
-  v_open := array(select pgque._batches_of(v_sub.sub_id));
-  if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then
-    perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being finished', p_consumer, p_queue), 'Try again.');
-  end if;
-  perform pgque._hand_back(v_sub, o.token), pgque._record(o.token, 'closed') from pg_catalog.unnest(v_open) o (token);
-  perform pgque._end_batches(v_sub);
-  update pgque.subscriber s set sub_role = p_to, sub_offsets = false where s.sub_id = v_sub.sub_id;
-  perform pgque._did(case p_to when 'pool' then 'share_consumer' else 'unshare_consumer' end, p_queue, pg_catalog.jsonb_build_object('consumer_name', p_consumer));
-  return 1;
+  return new;
 end
 $$;
 
--- Stores the position of a consumer without open batches.
-create or replace function pgque._end_batches(p_sub pgque.subscriber) returns void
+create or replace trigger sink_row instead of insert on pgque.sink
+  for each row execute function pgque._sink_row();
+create or replace trigger sink_bulk_row instead of insert on pgque.sink_bulk
+  for each row execute function pgque._sink_bulk_row();
+
+-- Refuses an epoch with PQ016.
+create or replace function pgque._refuse_epoch(p_sink text, p_epoch bigint, p_why text, p_hint text) returns void
 language plpgsql as $$
-declare
-  v_pos  pgque.position := pgque._next_from(pgque._position(p_sub.sub_id));
 begin
-  v_pos.pos_open := '{}';
-  v_pos.pos_lapse := null;
-  perform pgque._append_position(v_pos);
+  perform pgque._fail('PQ016', pg_catalog.format('epoch %s of sink %s: %s', coalesce(p_epoch::text, 'null'), coalesce(pg_catalog.quote_ident(p_sink), 'null'), p_why),
+    p_hint);
 end
 $$;
--- ---------------------------------------------------------------------------
--- archive: messages that are done and kept
--- ---------------------------------------------------------------------------
 
--- Returns the archive's bucket for a queue and a time.
-create or replace function pgque._bucket(p_queue_id int, p_time timestamptz) returns bigint
-language sql stable as $$
-  select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
-$$;
-
--- Returns the condition for the archived messages of a queue, on a row a or e of
--- pgque.archive.  Optionally for a part of its buckets.
-create or replace function pgque._archived_by(p_alias text, p_queue_id int, p_since timestamptz default null, p_until timestamptz default null) returns text
-language sql stable as $$
-  select pg_catalog.format('(%1$s.bucket between %2$s and %3$s or %1$s.bucket = 0 and %1$s.arc_queue = %4$s)', p_alias,
-    pgque._bucket(p_queue_id, coalesce(p_since, '2000-01-01Z')), pgque._bucket(p_queue_id, coalesce(p_until, 'infinity')), p_queue_id)
-$$;
-
--- Creates the leaf of a bucket if it does not exist, for one session at a time.
-create or replace function pgque._archive_leaf(p_bucket bigint) returns void
-language plpgsql as $$
+-- Checks the name of an epoch and refuses one that is older than the sink's newest: it
+-- is no replay, whose rows may be left out.
+create or replace function pgque._check_epoch(p_sink text, p_epoch bigint) returns void
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_leaf  text := 'archive_' || p_bucket;
+  v_newest  bigint;
 begin
-  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
+  if coalesce(p_sink, '') = '' or pg_catalog.octet_length(p_sink) > 200 or p_sink ~ '[[:cntrl:]]' or p_epoch < 0 then
+    perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
+      'Pass a sink_id of 1 to 200 printable characters, and an epoch from 0.');
+  end if;
+  v_newest := (select max(e.epoch) from pgque.sink_epoch e where e.sink_id = p_sink);
+  if v_newest > p_epoch then
+    perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('it is older than the newest epoch %s', v_newest),
+      'Give the new query another sink_id. Epochs start from 0 again when a checkpoint is deleted.');
+  end if;
+end
+$$;
+
+-- Locks a part of an epoch until the transaction ends; the whole and its list of
+-- servers have one lock.
+create or replace function pgque._lock_epoch(p_sink text, p_epoch bigint, p_part int) returns void
+language plpgsql as $$
+begin
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.sink'),
+    pg_catalog.hashtext(pg_catalog.concat_ws(' ', p_epoch, greatest(p_part, -1), p_sink)));
+end
+$$;
+
+-- Stores a part of an epoch if it is not stored yet, and returns the stored row.  Part
+-- -1 is the whole epoch, part -2 the list of servers that it is spread over.  Sessions
+-- that store the same part wait for each other.  A snapshot that is older than the
+-- stored row gets 40001, in whichever leaf the row is.
+create or replace function pgque._claim_epoch(
+  p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, p_servers text[] default null, out claim pgque.sink_epoch, out is_new boolean
+)
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_leaf          int;
+  v_other         text;
+begin
+  if not p_once then
+    perform pgque._lock_epoch(p_sink, p_epoch, p_part);
+  end if;
+  -- Takes the share lock of an old snapshot: 40001 if the leaves rotated since, and
+  -- older epochs may have been deleted.
+  perform pgque._journal_leaf();
+  perform pgque._check_epoch(p_sink, p_epoch);
+  select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s',
+    coalesce(e.parts::text, 'any number of'), coalesce(p_parts::text, 'any number')) end
+  into v_other
+  from pgque.sink_epoch e
+  where e.sink_id = p_sink and e.epoch = p_epoch and p_part > -2 and e.part > -2 and (e.parts is distinct from p_parts or (e.part = -1) <> (p_part = -1))
+  limit 1;
+  if found then
+    perform pgque._refuse_epoch(p_sink, p_epoch, 'it was written ' || v_other,
+      'Call repartition() before the write, since a replay must have the partitions of the first run. Or use format("pgque"), which works with any partitions.');
+  end if;
+  select e.* into claim
+  from pgque.sink_epoch e
+  where e.sink_id = p_sink and e.epoch = p_epoch and e.part = p_part;
+  is_new := not found;
+  if not is_new then
     return;
   end if;
-  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.archive'), pg_catalog.hashtext(v_leaf));
-  execute pg_catalog.format('create table pgque.%I (like pgque.archive including defaults)', v_leaf);
-  perform pgque._set_rights(array[('pgque.' || v_leaf)::regclass::oid]);
-  execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (archive_id)', v_leaf, v_leaf || '_pkey');
-  execute pg_catalog.format('create index %I on pgque.%I (ev_id)', v_leaf || '_ev_id', v_leaf);
-  execute pg_catalog.format('alter table pgque.archive attach partition pgque.%I for values in (%s)', v_leaf, p_bucket);
-exception
-  when duplicate_table then
-    null;   -- another session created it.  An advisory lock does not refresh this session's copy of the catalog.
-end
-$$;
-
--- Creates the leaves of the archive that are needed, for queues with archive_on_ack in
--- advance, and moves messages into them.
-create or replace function pgque._fill_archive() returns int
-language plpgsql set lock_timeout = '50ms' as $$
-declare
-  v_bucket  bigint;
-  v_rest    boolean := pg_catalog.pg_relation_size('pgque.archive_0') > 0;
-  v_count   int := 0;
-begin
-  for v_bucket in
-    select b.bucket
-    from (
-      select pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day')
-      from pgque.queue q, pg_catalog.generate_series(0, 1) d (days)
-      where q.queue_archive_on_ack
-      union
-      select pgque._bucket(q.queue_id, a.archived_at)
-      from pgque.archive_0 a
-      join pgque.queue q on q.queue_id = a.arc_queue
-      where v_rest
-    ) b (bucket)
-    where pg_catalog.to_regclass('pgque.archive_' || b.bucket) is null
-    order by pg_catalog.random()
-    limit 50
-  loop
-    perform pgque._archive_leaf(v_bucket);
-  end loop;
-  if v_rest then
-    delete from pgque.archive_0 a where not exists (select from pgque.queue q where q.queue_id = a.arc_queue);
-    with found as materialized (
-      select a.archive_id from pgque.archive_0 a
-      where pg_catalog.to_regclass('pgque.archive_' || pgque._bucket(a.arc_queue, a.archived_at)) is not null
-      limit 10000
-      for update skip locked
-    ),
-    moved as (
-      delete from pgque.archive m using found f
-      where m.bucket = 0 and m.archive_id = f.archive_id
-      returning m as item
-    )
-    insert into pgque.archive
-    select n.* from moved m cross join lateral pgque._in_bucket(m.item, pgque._bucket((m.item).arc_queue, (m.item).archived_at)) n;
-    get diagnostics v_count = row_count;
-    if not exists (select from pgque.archive_0) then
-      perform pgque._empty('pgque.archive_0', true);
-    end if;
-  end if;
-  return v_count;
-end
-$$;
-
--- Returns a row of the archive with another bucket.
-create or replace function pgque._in_bucket(p_row pgque.archive, p_bucket bigint) returns pgque.archive
-language plpgsql as $$
-begin
-  p_row.bucket := p_bucket;
-  return p_row;
-end
-$$;
-
--- Returns the statement that stores messages, rows of pgque.retry_queue, in the archive
--- and returns their ids.  p_with precedes them.  The parameters are those of _apply():
--- $1 the subscriber, $2 the worker, $6 the outcome.
-create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
-language plpgsql set datestyle = 'ISO' as $$
-declare
-  v_now     timestamptz := pgque.clock();
-  v_bucket  bigint := pgque._bucket(p_queue_id, v_now);
-begin
-  return coalesce(p_with || ', ', 'with ') || pg_catalog.format(
-    'kept as (insert into pgque.archive (bucket, archived_at, arc_queue, arc_consumer, arc_worker, arc_outcome, arc_receives,'
-    ' ev_id, ev_time, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)'
-    ' select %s, %L, %s, $1.sub_consumer, coalesce(i.ev_worker, $2), $6, i.ev_receives,'
-    ' i.ev_id, i.ev_time, i.ev_retry, i.ev_type, i.ev_data, i.ev_extra1, i.ev_extra2, i.ev_extra3, i.ev_extra4,'
-    ' i.ev_headers, i.ev_key, i.ev_bytes, i.ev_expires, i.ev_error'
-    ' from (%s) i returning ev_id)'
-    ' select array_agg(k.ev_id) from kept k', case when pg_catalog.to_regclass('pgque.archive_' || v_bucket) is null then 0 else v_bucket end,
-    v_now, p_queue_id, p_items);
-end
-$$;
-
-create or replace function pgque.archive_list(
-  queue_name text, limit_count int default 100, since timestamptz default null, until timestamptz default null, only_type text default null,
-  only_key text default null, only_consumer text default null, matching text default null, before_id bigint default null,
-  caller pgque.caller default current_user,
-  out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
-  out headers jsonb, out key text, out sent_at timestamptz, out archived_at timestamptz, out receive_count int, out worker text, out outcome text
-) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $f$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-begin
-  return query execute format(
-    $q$
-    select a.archive_id, $1, c.co_name, a.ev_id, a.ev_type, a.ev_data, a.ev_bytes, a.ev_headers, a.ev_key,
-      a.ev_time, a.archived_at, a.arc_receives, a.arc_worker, a.arc_outcome
-    from pgque.archive a
-    left join pgque.consumer c on c.co_id = a.arc_consumer
-    where %s
-    order by a.archive_id desc
-    limit %s
-    $q$,
-    concat_ws(' and ', pgque._archived_by('a', v_queue.queue_id, $3, $4),
-      'a.archived_at >= ' || quote_literal($3), 'a.archived_at < ' || quote_literal($4), 'a.archive_id < ' || $9, 'a.ev_type = ' || quote_literal($5),
-      'a.ev_key = ' || quote_literal($6), 'c.co_name = ' || quote_literal($7),
-      pgque._matching_sql($8, 'pg_catalog.left(a.ev_data, 100000), a.ev_headers::text, a.ev_key')),
-    case when $2 < 0 then '0' else coalesce($2::text, 'all') end)
-  using v_queue.queue_name;
-end
-$f$;
-comment on function pgque.archive_list(text, int, timestamptz, timestamptz, text, text, text, text, bigint, pgque.caller) is
-  'Returns the newest messages of a queue''s archive, at most limit_count (NULL: all). since, until: only those archived at since or later, and '
-  'before until. only_type, only_key, only_consumer: only those of this type, key or consumer. matching: only those with this text in the payload '
-  '(its first 100,000 characters), the headers or the key, in upper or lower case (of the letters that the database''s locale knows). before_id: '
-  'only those archived before the one with this archive_id, to read page by page. Errors: PQ001 no such queue.';
-
-create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_row   pgque.archive;
-  v_leaf  text;
-  v_queue text;
-begin
-  -- Leaf by leaf, the newest first: a query over all of them locks them all.  archive_0 is
-  -- before them, since maintenance moves its messages to the others.
-  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.queue_id > 0, l.day desc loop
-    begin
-      execute format('select a.* from %s a where a.archive_id = $1', v_leaf) into v_row using $1;
-      perform pgque._let_go();
-    exception
-      when sqlstate 'PQ099' or undefined_table then
-        null;
-    end;
-    exit when v_row.archive_id is not null;
-  end loop;
-  if v_row.archive_id is null or pgque._may(caller, 'admin', v_row.arc_queue) is not true then
-    perform pgque._fail('PQ010', format('not in the archive: %s', coalesce($1::text, 'null')),
-      'List the archived messages: select * from pgque.archive_list(queue);');
-  end if;
-  v_queue := (select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue);
-  perform pgque._did('archive_replay', v_queue, jsonb_build_object('archive_id', $1, 'msg_id', v_row.ev_id));
-  return pgque._send(v_queue, v_row.ev_type, v_row.ev_data,
-    v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
-end
-$$;
-comment on function pgque.archive_replay(bigint, pgque.caller) is
-  'Sends an archived message as a new one to every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in the '
-  'archive.';
-
-create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-begin
-  if $2 is null then
-    perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
-      'Pass a time: select pgque.archive_purge(queue, now() - interval ''30 days'');');
-  end if;
-  perform pgque._did('archive_purge', v_queue.queue_name, jsonb_build_object('before', $2));
-  return pgque._drop_archive(v_queue.queue_id, $2);
-end
-$$;
-comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
-  'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
-
--- Returns the leaves of the archive, each with its queue and its day as in _bucket(); both
--- are 0 for archive_0.
-create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
-language sql volatile as $$
-  select 'pgque.' || pg_catalog.quote_ident(c.relname), b.bucket / 100000, b.bucket % 100000,
-    -- A leaf with rows usually has statistics by autovacuum.
-    case when c.relpages > 0 then false else pg_catalog.pg_relation_size(c.oid) = 0 end
-  from pg_catalog.pg_inherits i
-  join pg_catalog.pg_class c on c.oid = i.inhrelid
-  cross join lateral (select pg_catalog.substr(c.relname, 9)::bigint as bucket) b
-  where i.inhparent = 'pgque.archive'::regclass
-$$;
-
--- Empties the leaves of a queue's archive, all or those that end before a time.
--- Dropping a leaf takes a lock that blocks every ack which archives: maint() does it.
-create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
-language plpgsql as $$
-declare
-  v_upto   bigint := case when p_before is not null then pgque._bucket(p_queue_id, p_before) % 100000 end;
-  v_days   bigint[];
-  v_leaf   text;
-  v_day    bigint;
-begin
-  with gone as (
-    delete from pgque.archive_0 a
-    where a.arc_queue = p_queue_id and (v_upto is null or pgque._bucket(p_queue_id, a.archived_at) % 100000 < v_upto)
-    returning a.archived_at
+  v_leaf := coalesce((select j.journal_epoch_cur from pgque.journal j), 0);
+  with new as (
+    insert into pgque.sink_epoch (sink_id, epoch, part, parts, once, servers, servers_by, leaf)
+    select p_sink, p_epoch, p_part, p_parts, p_once, p_servers, case when p_part = -2 then session_user end, l.leaf from pg_catalog.unnest(pgque._leaves_for(v_leaf)) l (leaf)
+    on conflict do nothing
+    returning *
   )
-  select array_agg(distinct pgque._bucket(p_queue_id, g.archived_at) % 100000) into v_days from gone g;
-  for v_leaf, v_day in
-    select l.leaf, l.day
-    from pgque._archive_leaves() l
-    where l.queue_id = p_queue_id and not l.is_empty
-      and (v_upto is null or l.day < v_upto)
-  loop
-    execute 'truncate ' || v_leaf;
-    v_days := pg_catalog.array_append(pg_catalog.array_remove(v_days, v_day), v_day);
-  end loop;
-  return coalesce(pg_catalog.cardinality(v_days), 0);
+  select n.* into claim from new n limit 1;
 end
 $$;
 
--- Drops empty leaves of the archive, of past days or of dropped queues, if the parent
--- can be locked at once, and for about a tenth of a second, as _drop_leaves() does.
-create or replace function pgque._drop_archive_leaves() returns int
-language plpgsql set lock_timeout = '50ms' as $$
+-- Returns whether this transaction writes this part of an epoch.  The first transaction
+-- that claims a part writes all of it, and the others leave out all of it.  The parts
+-- that a session wrote or left out are kept in a setting, one line each and the newest
+-- first: the part, the transaction's id, whether it writes.  If a session has rows of
+-- one part in two transactions, it commits after every statement, and the part could be
+-- incomplete: so it is refused.  A transaction that ended with ROLLBACK PREPARED does not
+-- count: the setting is not rolled back with it.
+create or replace function pgque._claim_part(p_sink text, p_epoch bigint, p_part int, p_parts int) returns boolean
+language plpgsql as $$
 declare
-  v_leaves  text[];
-  v_leaf    text;
-  v_end     timestamptz;
-  v_count   int := 0;
+  v_part     text := pg_catalog.concat(e'\n', p_epoch, ' ', p_part, ' ', p_sink, e'\t');
+  v_line     text := v_part || pg_catalog.pg_current_xact_id()::text;
+  v_touched  text := coalesce(pg_catalog.current_setting('pgque.sink_parts', true), '');
+  v_claim    pgque.sink_epoch;
+  v_writes   boolean;
+  v_xid      text;
 begin
-  v_leaves := array(
-    select l.leaf
-    from pgque._archive_leaves() l
-    where l.is_empty and l.queue_id > 0 and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
-    order by pg_catalog.random()
-    limit 50);
-  if pg_catalog.cardinality(v_leaves) = 0 then
-    return 0;
+  if pg_catalog.starts_with(v_touched, v_line || '+') then
+    return true;
+  elsif pg_catalog.starts_with(v_touched, v_line || '-') then
+    return false;
+  elsif (p_epoch >= 0 and p_part >= 0 and (p_parts is null or p_part < p_parts)) is not true then
+    perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s, part %s of %s do not name a part of an epoch', pg_catalog.left(p_sink, 200),
+        coalesce(p_epoch::text, 'null'), coalesce(p_part::text, 'null'), coalesce(p_parts::text, 'any number')),
+      'Pass epoch and part from 0. parts, if given, is the number of parts.');
   end if;
-  lock table only pgque.archive in access exclusive mode nowait;
-  v_end := pg_catalog.clock_timestamp() + '100 milliseconds';
-  foreach v_leaf in array v_leaves loop
-    exit when pg_catalog.clock_timestamp() > v_end;
-    begin
-      execute pg_catalog.format('lock table %s in access exclusive mode', v_leaf);
-      if pg_catalog.pg_relation_size(v_leaf::regclass) = 0 then
-        execute 'drop table ' || v_leaf;
-        v_count := v_count + 1;
-      end if;
-    exception
-      when lock_not_available or undefined_table or dependent_objects_still_exist then
-        null;
-    end;
+  v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
+  -- A row that came out of a dump may name the same transaction, but another session.
+  v_writes := (v_claim.txid = pg_catalog.pg_current_xact_id() and v_claim.session = pgque._session()) is true;
+  v_xid := pg_catalog.substring(pg_catalog.split_part(v_touched, v_part, 2), '^([0-9]{1,19})[+-]');
+  if not v_writes and v_claim.session = pgque._session()
+    or pg_catalog.strpos(v_touched, v_part) > 0 and pg_catalog.strpos(v_touched, v_line) = 0
+      and pg_catalog.pg_xact_status(v_xid::xid8) is distinct from 'aborted'
+  then
+    perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('part %s comes in more than one transaction', p_part),
+      'Write each part in one transaction: with JDBC, any isolationLevel but NONE.');
+  end if;
+  perform pg_catalog.set_config('pgque.sink_parts',
+    v_line || case when v_writes then '+' else '-' end || pg_catalog.left(v_touched, 10000), false);
+  return v_writes;
+end
+$$;
+
+-- Returns the leaf that takes staged rows.
+create or replace function pgque._sink_leaf() returns int
+language sql stable as $$ select s.last_value::int from pgque.sink_leaf s $$;
+
+create or replace function pgque.sink_begin(sink_id text, epoch bigint, out attempt uuid, out stage text)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_leaf  int := pgque._sink_leaf();
+begin
+  perform pgque._check_epoch($1, $2);
+  attempt := gen_random_uuid();
+  stage := 'pgque.sink_stage_' || v_leaf;
+  insert into pgque.sink_attempt (attempt, sink_id, epoch, started_at, leaf) select attempt, $1, $2, pgque.clock(), v_leaf;
+end
+$$;
+comment on function pgque.sink_begin(text, bigint) is
+  'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
+  'attempt and n = 0, 1, 2, ... in the order of sending. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count '
+  'from sink_commit(). Nothing is sent before that call. epoch NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 '
+  'the epoch is older than the sink''s newest.';
+
+-- Returns the attempts of both leaves.
+create or replace function pgque._attempts() returns setof pgque.sink_attempt
+language sql stable as $$
+  select distinct on (a.attempt) a.* from pgque.sink_attempt a
+$$;
+
+-- Returns the rows that attempts staged, with their order in the epoch, in pieces that
+-- arrays can hold: of 1,000 rows, and of 16 MB or one row more.  Rows that were staged
+-- for another epoch are left out.
+create or replace function pgque._staged(p_sink text, p_epoch bigint, p_attempts uuid[])
+returns table (at bigint, piece bigint[], queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
+  deliver_at timestamptz, ttl text)
+language sql stable as $$
+  select pg_catalog.row_number() over w,
+    array[pg_catalog.row_number() over w / 1000,
+      pg_catalog.sum(coalesce(pg_catalog.octet_length(s.payload), pg_catalog.octet_length(s.payload_bytes), 0)
+        + coalesce(pg_catalog.octet_length(s.headers::text), 0)) over w / 16777216],
+    s.queue, coalesce(s.type, 'default'), s.payload, s.headers, s.payload_bytes, s.partition_key,
+    s.key, s.delay, s.deliver_at, s.ttl
+  from (
+    select u.attempt, min(u.n) as n
+    from pg_catalog.unnest(p_attempts) with ordinality u (attempt, n)
+    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = p_sink and a.epoch is not distinct from p_epoch)
+    group by u.attempt
+  ) a
+  join pgque.sink_stage s on s.attempt = a.attempt
+  window w as (order by a.n, s.n)
+$$;
+
+-- Sends staged rows of which some have options, as send_batch() does.  All keys
+-- are locked before the first row, so that two epochs cannot wait for each other.
+create or replace function pgque._send_staged(p_sink text, p_epoch bigint, p_attempts uuid[]) returns bigint
+language plpgsql as $$
+declare
+  v_rows   record;
+  v_count  bigint := 0;
+begin
+  perform pgque._lock_keys(k.queue_id, k.keys)
+  from (
+    select q.queue_id, pg_catalog.array_agg(distinct s.key) as keys
+    from pgque._staged(p_sink, p_epoch, p_attempts) s
+    join pgque.queue q on q.queue_name = s.queue
+    where s.key is not null
+    group by q.queue_id
+    order by q.queue_id
+  ) k;
+  for v_rows in
+    select s.queue, pg_catalog.array_agg(s.type order by s.at) as types, pg_catalog.array_agg(s.payload order by s.at) as data,
+      pg_catalog.array_agg(s.payload_bytes order by s.at) as bytes, pg_catalog.array_agg(s.headers order by s.at) as headers,
+      pg_catalog.array_agg(s.key order by s.at) as keys, pg_catalog.array_agg(pgque._sink_interval(s.queue, 'delay', s.delay) order by s.at) as delays,
+      pg_catalog.array_agg(s.deliver_at order by s.at) as deliver_ats,
+      pg_catalog.array_agg(pgque._sink_interval(s.queue, 'ttl', s.ttl) order by s.at) as ttls,
+      pg_catalog.array_agg(s.partition_key order by s.at) as partition_keys
+    from pgque._staged(p_sink, p_epoch, p_attempts) s
+    group by s.queue, s.piece
+    order by s.queue, s.piece
+  loop
+    perform pgque._send_rows(pgque._queue(v_rows.queue), v_rows.types, v_rows.data, v_rows.bytes, v_rows.headers, v_rows.keys, v_rows.delays,
+      v_rows.deliver_ats, v_rows.ttls, v_rows.partition_keys);
+    v_count := v_count + pg_catalog.cardinality(v_rows.types);
   end loop;
   return v_count;
-exception
-  when lock_not_available then
-    return 0;
 end
 $$;
--- ---------------------------------------------------------------------------
--- retry: messages that are due, and notifications
--- ---------------------------------------------------------------------------
 
--- Returns the owners whose messages the pump moves from the retry queue into the log:
--- 0, since delayed messages are for every consumer, and consumers that are read by
--- offsets, since their readers read only the log.  All other consumers receive from the
--- retry queue.
-create or replace function pgque._pumped() returns setof int
-language sql as $$
-  select 0
-  union all
-  select s.sub_id
-  from pgque.subscriber s
-  where s.sub_role = 'normal' and (s.sub_offsets
-    -- A consumer that never received a batch may be read by offsets too.
-    or exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id)
-      -- While a dump is loaded, it may have no position yet.
-      and case when exists (select from pgque.queue q where q.queue_id = s.sub_queue and not q.queue_restored)
-        then (pgque._position(s.sub_id)).pos_last_batch = 0 end)
-$$;
-
-create or replace function pgque.maint_retry_events() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
-declare
-  v_now       timestamptz := pgque.clock();   -- a volatile function cannot be used in an index condition
-  v_queue_id  int;
-  v_count     int := 0;
-begin
-  if pgque._loading() is not null then
-    return 0;   -- maint_tables() warns
-  end if;
-  for v_queue_id in select q.queue_id from pgque.queue q where q.queue_restored order by q.queue_id limit greatest(pgque._lock_room() / 32, 1) loop
-    begin
-      continue when (select pgque._lacks(q) from pgque.queue q where q.queue_id = v_queue_id) is not null;
-      perform pgque._rebase(v_queue_id);
-      v_now := pgque.clock();   -- messages that were put there just now are due
-    exception
-      when others then
-        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
-    end;
-  end loop;
-  for v_queue_id in
-    select distinct d.ev_queue
-    from pgque._pumped() o (id)
-    cross join lateral (
-      select distinct r.ev_queue from pgque.retry_queue r where r.ev_owner = o.id and r.ev_retry_after <= v_now
-    ) d
-  loop
-    begin
-      v_count := v_count + pgque._retry_queue(v_queue_id);
-    exception
-      when others then
-        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
-    end;
-  end loop;
-  return v_count + pgque._wake(v_now) + coalesce(pgque._forward_letters(), 0);
-end
-$$;
-comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each queue, and dead letters into the queues that dead_letter_queue '
-  'names, at most 1,000 into each; the next tick delivers them. Retries of consumers that are '
-  'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
-  'Returns the number of messages that became due or were moved.';
-
--- Notifies the consumers for whom a message became due since the last call, and returns
--- the number of messages.  Every five seconds it notifies for all messages that are
--- due, because the rows may have been committed later.
-create or replace function pgque._wake(p_now timestamptz) returns int
+-- The servers that an epoch is spread over; null if it is not.
+create or replace function pgque._epoch_servers(p_sink text, p_epoch bigint) returns text[]
 language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_since  timestamptz := least(pgque._woken(), p_now);
-  v_all    boolean := p_now >= pgque._next_five(v_since);
-  v_queue  record;
-  v_count  int := 0;
 begin
-  for v_queue in
-    select s.sub_queue as id, sum(r.n) filter (where r.new) as n
-    from pgque.subscriber s
-    cross join lateral (
-      select r.ev_retry_after > v_since as new, count(*) as n
-      from pgque.retry_queue r
-      where r.ev_owner = s.sub_id and r.ev_retry_after > case when v_all then '-infinity' else v_since end and r.ev_retry_after <= p_now and r.ev_batch is null
-      group by 1
-    ) r
-    where s.sub_id not in (select o.id from pgque._pumped() o (id))
-    group by 1
-  loop
-    begin
-      perform pgque._notify(q, (pgque._last_tick(q)).tick_id) from pgque.queue q where q.queue_id = v_queue.id and not q.queue_restored;
-      v_count := v_count + coalesce(v_queue.n, 0);
-    exception
-      when lock_not_available or undefined_table then
-        null;   -- health() names it
-    end;
-  end loop;
-  if found then
-    perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
-  end if;
-  return v_count;
+  return (select e.servers from pgque.sink_epoch e where e.sink_id = p_sink and e.epoch = p_epoch and e.part = -2 limit 1);
 end
 $$;
 
-create or replace function pgque._next_five(p_time timestamptz) returns timestamptz
-language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floor(extract(epoch from p_time) / 5) + 1)) $$;
-
-create or replace function pgque._woken() returns timestamptz
-language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
-
--- Returns when maint_retry_events() has work; null if the retry queue is empty, or if one
--- of the tables is locked: the loop calls this in each round, and must not wait.
-create or replace function pgque._next_retry() returns timestamptz
-language plpgsql set enable_seqscan = off set jit = off set lock_timeout = '20ms' as $$
-declare
-  v_since  timestamptz := least(pgque._woken(), pgque.clock());
-begin
-  if not exists (select from pgque.retry_queue) then
-    return null;
-  end if;
-  return (
-    select min(case when o.pumped or r.due > v_since then r.due else pgque._next_five(v_since) end)
-    from (
-      select o.id, true as pumped from pgque._pumped() o (id)
-      union all
-      select s.sub_id, false from pgque.subscriber s where s.sub_id not in (select o.id from pgque._pumped() o (id))
-    ) o
-    cross join lateral (
-      (select r.ev_retry_after as due from pgque.retry_queue r
-      where r.ev_owner = o.id and (o.id = 0 or r.ev_batch is null)
-      order by r.ev_retry_after
-      limit 1)
-      union all
-      (select r.ev_retry_after from pgque.retry_queue r
-      where r.ev_owner = o.id and r.ev_retry_after > v_since and r.ev_batch is null
-      order by r.ev_retry_after
-      limit 1)
-    ) r);
-exception
-  when lock_not_available then
-    return null;
-end
-$$;
-
-create or replace function pgque._retry_queue(p_queue_id int) returns int
-language plpgsql as $$
-declare
-  v_txid   xid8 := pg_catalog.pg_current_xact_id();
-  v_now    timestamptz;
-  v_aside  record;
-  v_count  int;
-begin
-  perform pgque._rebase(p_queue_id);
-  if not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
-    return 0;
-  end if;
-  v_now := pgque.clock();   -- messages that were put there just now are due
-  v_aside := pgque._claim_aside(p_queue_id, array(
-    select pgque._slim_waiting(e.item)
-    from pgque.subscriber s
-    cross join lateral (
-      select e as item from pgque.retry_queue e
-      where e.ev_owner = s.sub_id and e.ev_retry_after <= v_now and e.ev_key is not null and e.ev_receives = 0
-      order by e.ev_retry_after
-      limit 10000
-      for update skip locked
-    ) e
-    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pumped() o (id))
-    limit 10000));
-  with found as materialized (
-    select e.ctid
-    from (
-      select o.id from pgque._pumped() o (id)
-      where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
-    ) o
-    cross join lateral (
-      select e.ctid from pgque.retry_queue e
-      where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
-        and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
-          or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
-      order by e.ev_retry_after
-      limit 10000
-      for update skip locked
-    ) e
-    limit 10000
-  ),
-  due as (
-    delete from pgque.retry_queue r using found f
-    where r.ctid = f.ctid
-    returning r.*
-  )
-  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
-    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
-  select q.queue_id * 3 + q.queue_cur_table, nullif(d.ev_owner, 0), d.ev_id, d.ev_time, v_txid,
-    case when d.ev_owner = 0 and d.ev_key is not null then 0 else d.ev_retry end, d.ev_type, d.ev_data,
-    d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_expires, d.ev_error
-  from due d
-  join pgque.queue q on q.queue_id = d.ev_queue;
-  get diagnostics v_count = row_count;
-  -- This id is used for no message.  The loop sees by it that there is something to
-  -- tick.
-  perform pg_catalog.nextval(q.queue_event_seq), pgque._note_once(q.queue_id, 'moved') from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
-  return v_count;
-end
-$$;
-
-create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
+create or replace function pgque.sink_servers(sink_id text, epoch bigint, servers text[]) returns text[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
-  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
-  v_now    timestamptz := pgque.clock();
-  v_count  bigint;
+  v_claim  pgque.sink_epoch;
 begin
-  update pgque.retry_queue r set ev_retry_after = v_now
-  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
-  get diagnostics v_count = row_count;
-  perform pgque._did('retry_now', $1, jsonb_build_object('consumer_name', $2, 'messages', v_count)) where v_count > 0;
-  return v_count;
-end
-$$;
-comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes all pending retries of a consumer due now, for example after a repair, or after a clock that was ahead. Returns their number. Errors: '
-  'PQ001 no such queue; PQ011 not subscribed.';
--- ---------------------------------------------------------------------------
--- dead: dead letters
--- ---------------------------------------------------------------------------
-
--- Gives a message up: the queue's drop_policy decides what becomes of it.  A dead letter
--- for another queue is stored here too, because the other queue may be full or paused,
--- and an outcome must not fail or wait for that: _forward_letters() sends it there.
-create or replace function pgque._give_up(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
-language plpgsql as $$
-begin
-  if p_queue.queue_drop_policy = 'drop' then
-    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
-  else
-    perform pgque._add_dead_letter(p_item, p_sub.sub_consumer, p_reason, p_queue.queue_drop_policy = 'hold',
-      case when p_queue.queue_drop_policy = 'dead_letter' then p_queue.queue_dead_letter_queue end);
+  perform pgque._need_read_committed('sink_servers');
+  if $2 is null or coalesce(cardinality($3), 0) = 0 or cardinality($3) <> (select count(distinct s.name) from unnest($3) s (name)) then
+    perform pgque._fail('PQ005', format('sink_servers of sink %L needs an epoch and a list of different servers', left($1, 200)),
+      'select pgque.sink_servers(''nightly'', 7, array[''db1:5432/app'', ''db2:5432/app'']);');
   end if;
-end
-$$;
-
--- Stores a message as a dead letter of a consumer; false if it is one already.
--- p_forward: the queue that it is forwarded to.
-create or replace function pgque._add_dead_letter(
-  p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean, p_forward int default null
-) returns boolean
-language plpgsql as $$
-begin
-  -- A reader of offsets gets each body of a key that it has not read yet, under one id:
-  -- the newest is kept.
-  if p_item.ev_key is not null then
-    delete from pgque.dead_letter d
-    where d.dl_queue_id = p_item.ev_queue and d.dl_consumer_id = p_consumer and d.ev_id = p_item.ev_id and d.ev_txid < p_item.ev_txid;
+  perform pgque._lock_epoch($1, $2, -2);
+  if pgque._epoch_servers($1, $2) is null and exists (select from pgque.sink_epoch e where e.sink_id = $1 and e.epoch = $2) then
+    return '{}';
   end if;
-  perform pgque._need_queue(p_item.ev_queue);
-  insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, dl_forward, ev_error,
-    ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
-  values (p_item.ev_queue, p_consumer, pgque.clock(), p_reason, p_item.ev_receives, p_held, p_forward, coalesce(p_item.ev_error, p_reason),
-    p_item.ev_id, p_item.ev_time, p_item.ev_txid, p_item.ev_retry, p_item.ev_type, p_item.ev_data,
-    p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
-    p_item.ev_headers, p_item.ev_key, p_item.ev_bytes, p_item.ev_expires)
-  on conflict on constraint dead_letter_once do nothing;
-  return found;
+  v_claim := (pgque._claim_epoch($1, $2, -2, null, false, $3)).claim;
+  -- The caller connects to these servers with its password, and writes to them.
+  if v_claim.servers_by <> session_user then
+    perform pgque._refuse_epoch($1, $2, format('its list of servers was stored by role %I, and is not for role %I', v_claim.servers_by, session_user),
+      'Repeat it as the role that began it, or give the new query another sink_id.');
+  end if;
+  return v_claim.servers;
 end
 $$;
+comment on function pgque.sink_servers(text, bigint, text[]) is
+  'Stores the list of servers that an epoch is spread over, and returns the stored list, which is that of the first call. Call it with the same list on '
+  'each server of the list, in the order of their names, before anything is committed; if a server returns another list, begin again with that list. An '
+  'empty list is returned if this epoch was committed without a list: then the whole epoch is on this server. Errors: PQ005 no epoch, an empty list, or a '
+  'server twice; PQ016 the epoch is older than the sink''s newest, or another role stored its list; 25000 not READ COMMITTED.';
 
--- Forwards dead letters to the queues that were nominated for them when their messages
--- were given up.  If a queue does not take them now, because it is full, paused, locked or
--- not restored completely, they stay for a later call.  Returns how many letters it
--- forwarded or kept; null if none was waiting.
-create or replace function pgque._forward_letters() returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
+create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint, servers text[] default null) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
-  v_target  int;
-  v_count   bigint;
+  v_txid     xid8 := pg_current_xact_id();
+  v_new      bigint;
+  v_all      bigint := 1;
+  v_count    bigint;
+  v_options  boolean;
 begin
-  for v_target in
-    with recursive target (id) as (
-      select min(d.dl_forward) from pgque.dead_letter d where d.dl_forward is not null
-      union all
-      select (select min(d.dl_forward) from pgque.dead_letter d where d.dl_forward > t.id) from target t where t.id is not null
-    )
-    select t.id from target t where t.id is not null
-  loop
-    v_count := coalesce(v_count, 0);
-    begin
-      v_count := v_count + pgque._forward_letters_to(v_target);
-    exception
-      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table or object_not_in_prerequisite_state
-        or lock_not_available or serialization_failure
-      then
-        null;
-      when others then
-        raise warning 'pgque: dead letters are not forwarded to queue number %: % (%)', v_target, sqlerrm, sqlstate;
-    end;
-  end loop;
-  return v_count;
+  perform pgque._need_read_committed('sink_commit');
+  perform pgque._check_epoch($1, $2);
+  if $2 is not null then
+    v_new := (pgque._claim_epoch($1, $2, -1, null, false)).is_new::int;
+    if pgque._epoch_servers($1, $2) is distinct from $5 then
+      perform pgque._refuse_epoch($1, $2, format('it is spread over %s, not over %s',
+          coalesce('the servers ' || array_to_string(pgque._epoch_servers($1, $2), ', '), 'this server alone'),
+          coalesce('the servers ' || array_to_string($5, ', '), 'this server alone')),
+        'Repeat it as it was begun: a stream of Spark keeps option servers until its micro-batch is complete.');
+    end if;
+  else
+    -- Each attempt counts once.
+    perform pg_advisory_xact_lock(hashtext('pgque.sink'), hashtext($1));
+    select count(*), count(*) filter (where c.is_new) into v_all, v_new
+    from (select distinct unnest($3) as id order by 1) a
+    cross join lateral pgque._claim_epoch(a.id::text, 0, -1, null, true) c;
+  end if;
+  if v_new = 0 and v_all > 0 then
+    return 'duplicate';
+  end if;
+  -- Compaction moves rows from leaf to leaf.
+  lock table pgque.sink_attempt, pgque.sink_stage in access share mode;
+  -- Before anything is stored: so repeated calls for a full queue cost little.
+  perform pgque._room(q, s.count)
+  from (
+    select s.queue, count(*)
+    from pgque.sink_stage s
+    where s.attempt = any ($3) and s.key is null and exists (select from pgque.queue q where q.queue_max_depth > 0)
+    group by s.queue
+  ) s
+  join pgque.queue q on q.queue_name = s.queue
+  where q.queue_max_depth > 0 and q.queue_open;
+  v_options := exists (
+    select from pgque.sink_stage s
+    where s.attempt = any ($3) and (s.key is not null or s.delay is not null or s.deliver_at is not null or s.ttl is not null));
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
+  select coalesce(q.slot, pgque._open_slot(s.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
+    coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes, q.ends
+  from (
+    select u.attempt
+    from unnest($3) with ordinality u (attempt, n)
+    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = $1 and a.epoch is not distinct from $2)
+    group by u.attempt
+    order by min(u.n)
+    offset 0
+  ) a
+  cross join lateral (
+    select * from pgque.sink_stage s where s.attempt = a.attempt order by n
+  ) s
+  -- With this detour the planner caches the lookup for the rows of one queue.
+  cross join lateral (select s.queue offset 0) n
+  left join lateral (
+    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
+      case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
+    from pgque.queue q
+    where q.queue_name = n.queue
+    offset 0
+  ) q on true
+  where v_new = v_all and not v_options;
+  get diagnostics v_count = row_count;
+  if v_new = v_all and v_options then
+    v_count := pgque._send_staged($1, $2, $3);
+  end if;
+  if v_count is distinct from $4 then
+    perform pgque._refuse_epoch($1, $2, format('%s rows are staged, not %s', v_count, coalesce($4::text, 'null')),
+      'Write the epoch again. Nothing was sent. Staged rows are kept for a day.');
+  end if;
+  return 'applied';
+end
+$$;
+comment on function pgque.sink_commit(text, bigint, uuid[], bigint, text[]) is
+  'Sends the messages that these attempts staged, in one transaction and so in one tick. Returns applied, or duplicate if the sink committed this '
+  'epoch before; then nothing is sent. row_count: the number of messages that must be staged. servers: what sink_servers() returned, if the epoch is spread over several servers. Attempts of the epoch that are not named are invalid '
+  'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
+  'is paused; PQ005 invalid option; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
+
+-- Returns the attempts that may still be committed.
+create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
+language sql stable as $$
+  select a.*
+  from pgque._attempts() a
+  where a.started_at > pgque.clock() - interval '1 day'
+    and not exists (
+      select
+      from pgque.sink_epoch e
+      where e.part = -1 and e.epoch >= coalesce(a.epoch, 0)
+        and e.sink_id = case when a.epoch is null then a.attempt::text else a.sink_id end)
+$$;
+
+-- Deletes staged rows.  The other leaf is emptied under its lock, if that is free,
+-- after the rows that may still be committed were copied to the current one.  The
+-- leaves rotate when the current one is large, or has had nothing to keep for a minute.
+create or replace function pgque._compact_stage() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_cur   int := pgque._sink_leaf();
+  v_live  bigint;
+  v_all   bigint;
+  v_last  timestamptz;
+begin
+  if pg_relation_size('pgque.sink_stage_' || (1 - v_cur)) + pg_relation_size('pgque.sink_attempt_' || (1 - v_cur)) > 0 then
+    execute format('lock table pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s in access exclusive mode nowait', 1 - v_cur);
+    insert into pgque.sink_attempt (attempt, sink_id, epoch, started_at, leaf)
+    select a.attempt, a.sink_id, a.epoch, a.started_at, v_cur from pgque._live_attempts() a
+    on conflict do nothing;
+    insert into pgque.sink_stage (attempt, n, queue, type, payload, headers, payload_bytes, partition_key, key, delay, deliver_at, ttl, leaf)
+    select s.attempt, s.n, s.queue, s.type, s.payload, s.headers, s.payload_bytes, s.partition_key, s.key, s.delay, s.deliver_at, s.ttl, v_cur
+    from pgque.sink_stage s
+    join pgque._live_attempts() a on a.attempt = s.attempt
+    where s.leaf = 1 - v_cur
+    on conflict do nothing;
+    execute format('truncate pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s', 1 - v_cur);
+    return 1;
+  end if;
+  execute format('select count(*), count(l.attempt), max(a.started_at) from pgque.sink_attempt_%s a left join pgque._live_attempts() l using (attempt)', v_cur)
+  into v_all, v_live, v_last;
+  if (v_live = 0 and v_last < pgque.clock() - interval '1 minute')
+    or (v_all >= 2 * v_live and pg_relation_size('pgque.sink_stage_' || v_cur) > case when v_all > 0 then 67108864 else 0 end)
+  then
+    perform setval('pgque.sink_leaf', 1 - v_cur);
+    return 1;
+  end if;
+  return 0;
 exception
   when lock_not_available then
-    return 0;   -- an upgrade has the table of dead letters
+    return 0;
 end
 $$;
 
--- Forwards the oldest dead letters to one queue.  If the queue of a letter names another
--- dead_letter_queue by now, or none, as after a drop, the letter stays for good.  Near
--- max_depth each send counts messages, so that a call forwards few.
-create or replace function pgque._forward_letters_to(p_target int) returns bigint
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_target  pgque.queue;
-  v_most    bigint := 1000;
-  v_count   bigint;
-begin
-  select q.* into v_target from pgque.queue q where q.queue_id = p_target;
-  if v_target.queue_max_depth > 0 then
-    v_most := least(v_most, pgque._room_left(v_target, 1));
-    v_most := case when v_most < 1000 then least(v_most, 10) else v_most end;
-  end if;
-  with found as materialized (
-    select d.dl_id, q.queue_name, (q.queue_dead_letter_queue = p_target and q.queue_drop_policy = 'dead_letter') is true as nominates
-    from pgque.dead_letter d
-    join pgque.queue q on q.queue_id = d.dl_queue_id and not q.queue_restored
-    where d.dl_forward = p_target
-    order by d.dl_id
-    limit v_most
-    for update of d skip locked
-  ),
-  kept as (
-    update pgque.dead_letter d set dl_forward = null from found f where d.dl_id = f.dl_id and not f.nominates
-    returning d.dl_id
-  ),
-  letter as (
-    delete from pgque.dead_letter d using found f where d.dl_id = f.dl_id and f.nominates
-    returning d.*, f.queue_name
-  )
-  select count(pgque._send(v_target.queue_name, l.ev_type, l.ev_data, l.ev_extra1, l.ev_extra2, l.ev_extra3, l.ev_extra4,
-    coalesce(l.ev_headers, '{}') || pg_catalog.jsonb_build_object('pgque_dead', pg_catalog.jsonb_build_object(
-      'queue', l.queue_name,
-      'consumer', (select c.co_name from pgque.consumer c where c.co_id = l.dl_consumer_id),
-      'msg_id', l.ev_id, 'reason', l.dl_reason, 'receive_count', l.dl_receives,
-      'retry_count', coalesce(l.ev_retry, 0), 'dead_at', l.dl_time)),
-    l.ev_bytes)) + (select count(*) from kept)
-  into v_count
-  from (select l.* from letter l order by l.dl_id) l;
-  return v_count;
-end
-$$;
+-- Returns how long a committed epoch is kept.
+create or replace function pgque._epoch_life(p_once boolean) returns interval
+language sql immutable as $$ select case when p_once then interval '2 days' else interval '1 year' end $$;
 
--- Returns a condition that finds a text in columns, in upper or lower case; null if
--- there is no text.
-create or replace function pgque._matching_sql(p_text text, p_columns text) returns text
-language sql stable as $$
-  select 'pg_catalog.strpos(pg_catalog.lower(pg_catalog.concat_ws('' '', ' || p_columns || ')), pg_catalog.lower(' || pg_catalog.quote_literal(p_text) || ')) > 0'
-$$;
-
--- No index serves the filters.  Without one that matches, 100,000 dead letters are read
--- in 15 to 50 ms.  An index for each of eight filters would slow each dead letter down.
-create or replace function pgque.dlq_inspect(
-  queue_name text, limit_count int default 100, reason text default null, only_type text default null, only_key text default null,
-  only_consumer text default null, since timestamptz default null, until timestamptz default null, matching text default null,
-  before_id bigint default null, caller pgque.caller default current_user,
-  out dl_id bigint, out dl_time timestamptz, out dl_reason text,
-  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
-  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text,
-  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out payload_size int, out receive_count int, out dl_held boolean
-) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $f$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-begin
-  return query execute format(
-    $q$
-    select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_time, d.ev_txid, d.ev_retry, d.ev_type, d.ev_data,
-      d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, c.co_name, d.ev_headers, d.ev_key, d.ev_bytes,
-      coalesce(octet_length(d.ev_data), octet_length(d.ev_bytes), 0), d.dl_receives, d.dl_held
-    from pgque.dead_letter d
-    join pgque.consumer c on c.co_id = d.dl_consumer_id
-    where %s
-    order by d.dl_id desc
-    limit %s
-    $q$,
-    concat_ws(' and ', 'd.dl_queue_id = ' || v_queue.queue_id, 'd.dl_id < ' || $10, 'd.ev_type = ' || quote_literal($4),
-      'd.ev_key = ' || quote_literal($5), 'c.co_name = ' || quote_literal($6), 'd.dl_time >= ' || quote_literal($7), 'd.dl_time < ' || quote_literal($8),
-      format('pgque._has_reason(d.dl_reason, %L)', $3),
-      pgque._matching_sql($9, 'pg_catalog.left(d.ev_data, 100000), d.ev_headers::text, d.dl_reason')),
-    case when $2 < 0 then '0' else coalesce($2::text, 'all') end);
-end
-$f$;
-comment on function pgque.dlq_inspect(text, int, text, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
-  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: only those with this reason, as '
-  'returned here or by dlq_reasons(). only_type, only_key, only_consumer: only those of this type, key or consumer. since, until: only those given '
-  'up at since or later, and before until. matching: only those with this text in the payload (its first 100,000 characters), the headers or the '
-  'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
-  'page. A filter that few dead letters satisfy makes the call read all of the queue. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
-
--- Returns the common form of reasons that differ only by numbers.  Digits after a letter
--- belong to a word (utf8), and so do one or two digits after a letter and a hyphen
--- (utf-8, but not order-4711).
-create or replace function pgque._reason_kind(p_reason text) returns text
-language sql immutable as $$
-  select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '(?<![[:alnum:]])(?:(?<![[:alpha:]]-)\d+|\d{3,})', 'N', 'g'), 200), '')
-$$;
-
--- Returns whether a reason is p_wanted, as it is or as _reason_kind() returns it; null
--- stands for any.
-create or replace function pgque._has_reason(p_reason text, p_wanted text) returns boolean
-language sql immutable as $$
-  select p_wanted is null or coalesce(p_reason = p_wanted, false) or pgque._reason_kind(p_reason) = p_wanted
-$$;
-
-create or replace function pgque.dlq_reasons(
-  queue_name text, caller pgque.caller default current_user,
-  out consumer_name text, out reason text, out dead_letters bigint, out held bigint, out oldest timestamptz, out newest timestamptz, out newest_dl_id bigint
-) returns setof record
+-- Does the same for committed epochs.  The newest of each sink is kept.
+create or replace function pgque._compact_epochs() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_cur  int := (select j.journal_epoch_cur from pgque.journal j);
+  v_due  boolean := pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0;
 begin
-  return query
-    select c.co_name, pgque._reason_kind(d.dl_reason), sum(d.n)::bigint, sum(d.held)::bigint, min(d.oldest), max(d.newest), max(d.newest_id)
-    from (
-      select d.dl_consumer_id, d.dl_reason, count(*) as n, count(*) filter (where d.dl_held) as held, min(d.dl_time) as oldest, max(d.dl_time) as newest,
-        max(d.dl_id) as newest_id
-      from (
-        select d.dl_consumer_id, d.dl_reason, d.dl_held, d.dl_time, d.dl_id
-        from pgque.dead_letter d
-        where d.dl_queue_id = v_queue.queue_id
-        order by d.dl_id desc
-        limit 200000
-      ) d
-      group by d.dl_consumer_id, d.dl_reason
-    ) d
-    join pgque.consumer c on c.co_id = d.dl_consumer_id
-    group by c.co_name, pgque._reason_kind(d.dl_reason)
-    order by 3 desc, 1, 2;
-end
-$$;
-comment on function pgque.dlq_reasons(text, pgque.caller) is
-  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
-  'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
-  'characters, shows numbers as N (not digits of a word, such as utf-8), and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
-
--- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
--- same one.  p_call: the function to record in list_actions(), if a role calls it by
--- hand for this dead letter.
-create or replace function pgque._exhume(p_dl_id bigint, p_caller name, p_call text default null) returns pgque.dead_letter
-language plpgsql as $$
-declare
-  v_dead  pgque.dead_letter;
-begin
-  delete from pgque.dead_letter d
-  where d.dl_id = p_dl_id and pgque._may(p_caller, 'admin', d.dl_queue_id)
-  returning d.* into v_dead;
+  if not v_due and pg_relation_size('pgque.sink_epoch_' || v_cur) > 4194304 then
+    -- Worth it if half of the rows can be deleted.
+    execute format(
+      'select count(*) filter (where e.epoch < e.newest or e.committed_at <= pgque.clock() - pgque._epoch_life(e.once)) * 2 >= count(*)'
+      ' from (select e.*, max(e.epoch) over (partition by e.sink_id) as newest from pgque.sink_epoch_%s e) e', v_cur)
+    into v_due;
+  end if;
+  if not v_due then
+    return 0;
+  end if;
+  perform from pgque.journal j where j.journal_epoch_cur = v_cur for no key update skip locked;
   if not found then
-    perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
-      'List the dead letters: select * from pgque.dlq_inspect(queue); This one was replayed, requeued, purged or forwarded already.');
+    return 0;
+  elsif pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0 then
+    v_cur := 1 - v_cur;
+  else
+    execute format('lock table pgque.sink_epoch_%s in access exclusive mode nowait', 1 - v_cur);
+    insert into pgque.sink_epoch (sink_id, epoch, part, parts, txid, session, once, committed_at, servers, servers_by, leaf)
+    select o.sink_id, o.epoch, o.part, o.parts, o.txid, o.session, o.once, o.committed_at, o.servers, o.servers_by, v_cur
+    from pgque.sink_epoch o
+    where o.leaf = 1 - v_cur and o.committed_at > pgque.clock() - pgque._epoch_life(o.once)
+      and o.epoch >= (select max(e.epoch) from pgque.sink_epoch e where e.sink_id = o.sink_id)
+    on conflict do nothing;
+    execute format('truncate pgque.sink_epoch_%s', 1 - v_cur);
   end if;
-  perform pgque._did(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
-  from pgque.queue q
-  where q.queue_id = v_dead.dl_queue_id and p_call is not null;
-  return v_dead;
+  -- After either step a transaction with an old snapshot could miss an epoch: the
+  -- update of this row stops it.
+  update pgque.journal j set journal_epoch_cur = v_cur;
+  return 1;
+exception
+  when lock_not_available then
+    return 0;
 end
 $$;
-
-create or replace function pgque._replay(p_dead pgque.dead_letter) returns bigint
-language plpgsql as $$
-begin
-  return pgque._send(
-    (select q.queue_name from pgque.queue q where q.queue_id = p_dead.dl_queue_id), p_dead.ev_type, p_dead.ev_data,
-    p_dead.ev_extra1, p_dead.ev_extra2, p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_bytes);
-end
-$$;
-
-create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller, 'dlq_replay');
-begin
-  return pgque._replay(v_dead);
-end
-$$;
-comment on function pgque.dlq_replay(bigint, pgque.caller) is
-  'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ008 no such dead '
-  'letter; PQ013 the queue is paused.';
-
-create or replace function pgque.dlq_replay_all(
-  queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user,
-  out replayed int, out failed int, out first_error text
-)
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_id     bigint;
-begin
-  replayed := 0;
-  failed := 0;
-  for v_id in
-    select d.dl_id
-    from pgque.dead_letter d
-    where d.dl_queue_id = v_queue.queue_id and pgque._has_reason(d.dl_reason, $3)
-    order by d.dl_id
-    limit case when $2 < 0 then 0 else $2 end
-  loop
-    begin
-      perform pgque._replay(pgque._exhume(v_id, caller));
-      replayed := replayed + 1;
-    exception
-      when sqlstate 'PQ008' then
-        null;   -- another session took it meanwhile
-      when others then
-        failed := failed + 1;
-        first_error := coalesce(first_error, sqlerrm);
-    end;
-  end loop;
-  perform pgque._did('dlq_replay_all', v_queue.queue_name, jsonb_build_object('reason', $3, 'replayed', replayed, 'failed', failed)) where replayed > 0;
-end
-$$;
-comment on function pgque.dlq_replay_all(text, int, text, pgque.caller) is
-  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all). reason: only those with this reason, as stored or as dlq_reasons() '
-  'returns it. Returns replayed (the number that was sent), failed (the number that could not be sent, and stays) and first_error. Errors: PQ001 '
-  'no such queue.';
-
-create or replace function pgque._requeue(p_dead pgque.dead_letter) returns bigint
-language plpgsql as $$
-declare
-  v_sub  int;
-begin
-  select s.sub_id into v_sub
-  from pgque.subscriber s
-  where s.sub_queue = p_dead.dl_queue_id and s.sub_consumer = p_dead.dl_consumer_id and s.sub_main is null
-  for key share;
-  if not found then
-    perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', p_dead.dl_id),
-      'Subscribe the consumer again, or send the message to all consumers with pgque.dlq_replay(dl_id).');
-  end if;
-  perform pgque._depth_grows(p_dead.dl_queue_id);
-  insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
-    ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
-  select pgque.clock(), p_dead.dl_queue_id, s.sub_id, p_dead.ev_error,
-    p_dead.ev_id, p_dead.ev_time, p_dead.ev_txid, p_dead.ev_type, p_dead.ev_data, p_dead.ev_extra1, p_dead.ev_extra2,
-    p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_key, p_dead.ev_bytes,
-    -- An expired message loses its expiry.
-    case when p_dead.ev_expires > pgque.clock() then p_dead.ev_expires end,
-    pgque._lane(s, p_dead.ev_key, p_dead.ev_extra1)
-  from pgque.subscriber s
-  where s.sub_id = v_sub
-  -- The message may be there already, if its consumer was moved back and failed it
-  -- again.
-  on conflict on constraint retry_queue_pkey do update
-  set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
-    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null,
-    ev_receives = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then 1 else 0 end;
-  return p_dead.ev_id;
-end
-$$;
-
-create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller, 'dlq_requeue');
-begin
-  return pgque._requeue(v_dead);
-end
-$$;
-comment on function pgque.dlq_requeue(bigint, pgque.caller) is
-  'Requeues a dead letter: the consumer that failed it receives the message again. Returns the message''s id, which stays. Its retries '
-  'count from zero, and retention_period from now. Errors: PQ008 no such dead letter; PQ011 that consumer was '
-  'unsubscribed.';
-
-create or replace function pgque.dlq_requeue_all(
-  queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user
-) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_count  int;
-begin
-  v_count := (
-    select count(pgque._requeue(pgque._exhume(x.dl_id, caller)))
-    from (
-      select d.dl_id
-      from pgque.dead_letter d
-      where d.dl_queue_id = v_queue.queue_id and pgque._has_reason(d.dl_reason, $3)
-        and exists (
-          select from pgque.subscriber s
-          where s.sub_queue = d.dl_queue_id and s.sub_consumer = d.dl_consumer_id and s.sub_main is null)
-      order by d.dl_id
-      limit case when $2 < 0 then 0 else $2 end
-      for update of d skip locked
-    ) x);
-  perform pgque._did('dlq_requeue_all', v_queue.queue_name, jsonb_build_object('limit_count', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
-  return v_count;
-end
-$$;
-comment on function pgque.dlq_requeue_all(text, int, text, pgque.caller) is
-  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. reason: only those with this reason, as '
-  'stored or as dlq_reasons() returns it. Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
-
--- NULL would silently delete none.
-create or replace function pgque.dlq_purge(
-  queue_name text, older_than interval default '30 days', reason text default null, caller pgque.caller default current_user
-) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_until  timestamptz := pgque.clock() - $2;
-  v_count  bigint;
-begin
-  if $2 is null then
-    perform pgque._fail('PQ005', format('dlq_purge of queue %I needs an age', v_queue.queue_name),
-      'Leave out older_than for 30 days, or pass ''0'' to delete all of them.');
-  end if;
-  delete from pgque.dead_letter d
-  where d.dl_queue_id = v_queue.queue_id and d.dl_time < v_until and not d.dl_held
-    and pgque._has_reason(d.dl_reason, $3);
-  get diagnostics v_count = row_count;
-  perform pgque._did('dlq_purge', v_queue.queue_name, jsonb_build_object('older_than', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
-  return v_count;
-end
-$$;
-comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
-  'Deletes the dead letters of a queue that were given up more than older_than ago, and returns their number. reason: only those with this reason, '
-  'as stored or as dlq_reasons() returns it. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
-
-create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_delete.dl_id, caller, 'dlq_delete');
-begin
-  return v_dead.ev_id;
-end
-$$;
-comment on function pgque.dlq_delete(bigint, pgque.caller) is
-  'Deletes one dead letter, also a held one, and returns the id of its message. Errors: PQ008 no such dead letter.';
-
-create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_dead   pgque.dead_letter;
-  v_sub    pgque.subscriber;
-  v_count  int := 0;
-begin
-  for v_dead in
-    select d.* from pgque.dead_letter d
-    where d.dl_id in (select p.dl_id from pgque.list_poison(v_queue.queue_name, 100000) p where p.dl_id is not null)
-    for update skip locked
-  loop
-    v_sub.sub_consumer := v_dead.dl_consumer_id;
-    execute pgque._archive_sql(null, 'select d.*, d.dl_receives as ev_receives, null::text as ev_worker from pgque.dead_letter d where d.dl_id = $3', v_queue.queue_id)
-    using v_sub, null::text, v_dead.dl_id, null, null, 'poison'::text;
-    delete from pgque.dead_letter d where d.dl_id = v_dead.dl_id;
-    v_count := v_count + 1;
-  end loop;
-  perform pgque._tally(v_queue.queue_id, 0, 'archived', v_count);
-  perform pgque._did('archive_poison', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
-  return v_count;
-end
-$$;
-comment on function pgque.archive_poison(text, pgque.caller) is
-  'Moves the dead letters that list_poison() returns to the archive, with outcome poison. Returns their number.';
 -- ---------------------------------------------------------------------------
 -- read: windows without side effects, for Spark and others that keep offsets
 -- ---------------------------------------------------------------------------
@@ -11100,6 +11469,100 @@ comment on function pgque.confirm_restore() is
   'Declares that the restore of this database is complete, and returns the number of queues that can now be used. It is needed only if health() '
   'says so: after data was loaded without the rest of the dump, or if a part of the restore failed. What was not loaded by then is lost: for '
   'example, a queue whose consumers are missing starts empty. Tables of queues that have no row in pgque.queue are dropped.';
+
+-- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,
+-- readers and workers of the queue repair it too, and hold some of these locks.
+-- A worker that has its consumer's row may wait for the tables, so that this call waits
+-- for rows only briefly, and _insist() releases the tables.  Raises PQ099 if there is
+-- nothing to repair any more, so that no lock stays.
+create or replace function pgque._lock_restored(p_queue_id int) returns void
+language plpgsql as $$
+begin
+  -- In the order of readers: the newest tick, other ticks, messages.
+  execute (
+    select 'lock table ' || pg_catalog.string_agg(l.leaf, ', ' order by l.kind desc, q.queue_id is null, l.n) || ' in access exclusive mode'
+    from pgque._leaves(p_queue_id) l
+    left join pgque.queue q on q.queue_id = p_queue_id and q.queue_cur_table = l.n);
+  perform pg_catalog.set_config('lock_timeout', '50ms', true);
+  perform from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored for update;
+  if not found then
+    perform pgque._let_go();
+  end if;
+  perform from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update;
+end
+$$;
+
+-- Makes a queue that was loaded from a dump usable.  Its events and ticks name
+-- transactions of another cluster, which mean nothing here.  The messages that a
+-- consumer had not finished are found by the old numbers and go to its retry queue, due
+-- at once.  The queue then begins again with a tick of this cluster.  Until then it
+-- takes no events, so old and new numbers never mix.  Before the restore is complete it
+-- fails with 55000.
+create or replace function pgque._rebase(p_queue_id int) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue     pgque.queue;
+  v_last      pgque.tick;
+  v_sub       pgque.subscriber;
+  v_position  pgque.position;
+  v_open      bigint[];
+  v_rows      text;
+begin
+  if not exists (select from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored) then
+    return false;
+  end if;
+  perform pgque._need_read_committed('a restored queue');
+  begin
+    perform pgque._insist(format('select pgque._lock_restored(%s)', p_queue_id));
+  exception
+    when sqlstate 'PQ099' then
+      return false;
+  end;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  perform pgque._need_loaded(v_queue);
+  perform pgque._create_reader(p_queue_id);   -- those of the dump may be of an earlier version
+  v_last := pgque._last_tick(v_queue);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
+    v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
+    if cardinality(pgque._hold_batches(v_sub, v_open, null)) < cardinality(v_open) then
+      -- Waiting for the worker would be a deadlock if it asks for more messages.
+      perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
+        'Retry the transaction.');
+    end if;
+    perform pgque._shelve(v_sub, h.lease, h.until) from pgque._held(v_sub.sub_id) h;
+    v_position := pgque._next_from(pgque._position(v_sub.sub_id));
+    -- All rows ahead of its position, without those that it finished in the window.
+    v_rows := pgque._rows_sql(p_queue_id, format(
+      '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
+      coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
+    execute format(
+      'insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,'
+      ' ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
+      ' select $1, %s, %s, e.ev_retry, e.ev_error,'
+      ' e.ev_id, e.ev_time, e.ev_txid, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
+      ' from (%s) e on conflict do nothing', p_queue_id, v_sub.sub_id, v_rows)
+    using pgque.clock();
+  end loop;
+  perform pgque._refresh_waiting(p_queue_id);
+  update pgque.retry_queue r set ev_lane = pgque._lane(s, r.ev_key, r.ev_extra1)
+  from pgque.subscriber s
+  where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
+  execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
+  update pgque.queue q set queue_xid = pgque._mark(), queue_incarnation = gen_random_uuid() where q.queue_id = p_queue_id returning q.* into v_queue;
+  -- An external ticker may continue at times that are past here.
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
+    case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),
+    case when v_queue.queue_external_ticker then v_last.tick_event_seq end, false);
+  v_last := pgque._last_tick(v_queue);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
+    v_position := pgque._position(v_sub.sub_id);
+    v_position.pos_lapse := null;
+    v_position.pos_open := case when v_sub.sub_role = 'pool' then '{}' else pgque._still_open(v_sub, v_position.pos_open) end;
+    perform pgque._append_position(pgque._at_tick(v_position, v_last));
+  end loop;
+  return true;
+end
+$$;
 -- ---------------------------------------------------------------------------
 -- maintain: rotation, compaction, retention, restore
 -- ---------------------------------------------------------------------------
@@ -11591,42 +12054,6 @@ language sql stable as $$
     p_tids, pgque._xids(p_position.pos_snapshot, p_snapshot) * p_xids)
 $$;
 
--- Returns how many messages the slowest consumer has ahead of it or in open batches,
--- and adds the delayed ones.
-create or replace function pgque._depth(p_queue_id int) returns bigint
-language plpgsql as $$
-declare
-  v_sub    pgque.subscriber;
-  v_held   record;
-  v_count  bigint;
-  v_part   bigint;
-  v_own    bigint := 0;
-  v_most   bigint := 0;
-begin
-  if pg_catalog.pg_current_xact_id_if_assigned() is not null then
-    -- The snapshot does not show the messages of this transaction.
-    execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id, 'e.ev_txid = $1 and e.ev_owner is null'))
-    into v_own using pg_catalog.pg_current_xact_id();
-  end if;
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
-    execute pg_catalog.format('select count(*) from (%s) e', pgque._unfinished_sql(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)),
-      pgque._tick_snapshot(), ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
-    v_count := v_count + v_own + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id);
-    for v_held in select h.lease, h.settled from pgque._held(v_sub.sub_id) h loop
-      v_part := (v_held.lease).pos_done_count - v_held.settled;
-      if v_sub.sub_role <> 'pool' then
-        -- The number of messages in a batch of next_batch() is not known yet.
-        execute pg_catalog.format('select count(*) from (%s) e', pgque._undone_sql(v_sub, v_held.lease, ' and (e.ev_expires is null or e.ev_expires > $1)'))
-        into v_part using pgque.clock();
-      end if;
-      v_count := v_count + v_part;
-    end loop;
-    v_most := greatest(v_most, v_count);
-  end loop;
-  return v_most + (select count(*) from pgque.retry_queue r where r.ev_owner = 0 and r.ev_queue = p_queue_id);
-end
-$$;
-
 -- Locks a queue's consumers and batches until the transaction ends.  A session that
 -- works with a batch may receive next, which needs the consumer.  So the function does
 -- not wait while it has the consumers locked: it releases them first.
@@ -11727,123 +12154,6 @@ comment on function pgque.purge(text, pgque.caller) is
   'returns 0 or false. Rotation later empties the tables on disk. Returns the number of messages that the slowest consumer had ahead of it. Errors: '
   'PQ001 no such queue; 25000 not READ COMMITTED.';
 
-create or replace function pgque._expire_messages(p_queue_id int) returns bigint
-language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
-declare
-  v_gone   record;
-  v_count  bigint := 0;
-begin
-  for v_gone in
-    -- Materialized, or the subquery may run once for each row of the retry queue.
-    with found as materialized (
-      -- A message with a key that waits for its first delivery may have a newer body.
-      select e.ctid from pgque.retry_queue e
-      where e.ev_queue = p_queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
-        and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
-      for update skip locked
-    ),
-    gone as (
-      delete from pgque.retry_queue r using found f
-      where r.ctid = f.ctid
-      returning r.ev_owner
-    )
-    select g.ev_owner, count(*) as n from gone g group by g.ev_owner
-  loop
-    perform pgque._tally(p_queue_id, v_gone.ev_owner, 'expired', v_gone.n);
-    v_count := v_count + v_gone.n;
-  end loop;
-  return v_count;
-end
-$$;
-
-create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_count  bigint := pgque._expire_messages(v_queue.queue_id);
-begin
-  perform pgque._did('expire_messages', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
-  return v_count;
-end
-$$;
-comment on function pgque.expire_messages(text, pgque.caller) is
-  'Deletes expired messages from the retry queue now, and returns their number. Expired messages in the log are never delivered and need no call.';
-
-create or replace function pgque._delete_expired(p_queue_id int) returns bigint
-language plpgsql as $$
-declare
-  v_count  bigint;
-begin
-  delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id and d.ev_expires <= pgque.clock() and not d.dl_held and d.dl_forward is null;
-  get diagnostics v_count = row_count;
-  return v_count;
-end
-$$;
-
-create or replace function pgque.delete_expired(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_count  bigint := pgque._delete_expired(v_queue.queue_id);
-begin
-  perform pgque._did('delete_expired', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
-  return v_count;
-end
-$$;
-comment on function pgque.delete_expired(text, pgque.caller) is
-  'Deletes dead letters whose message has expired, and returns their number. Held ones (drop_policy hold) stay.';
-
-create or replace function pgque.maint_expire() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_config  pgque.config;
-  v_count   int := 0;
-begin
-  if pgque._is_loading() then
-    return 0;
-  end if;
-  select c.* into v_config from pgque.config c;
-  if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.expire_ran'), 0)), v_config.expire_every) then
-    perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
-    v_count := coalesce((select sum(pgque._expire_messages(q.queue_id)) from pgque.queue q), 0);
-  end if;
-  if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
-    perform setval('pgque.delete_expired_ran', floor(extract(epoch from pgque.clock()))::bigint);
-    v_count := v_count + coalesce((select sum(pgque._delete_expired(q.queue_id)) from pgque.queue q), 0);
-  end if;
-  return v_count;
-end
-$$;
-comment on function pgque.maint_expire() is
-  'Part of maint(): runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed.';
-
-create or replace function pgque.set_schedule(job text, every text) returns text
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  perform pgque._init();
-  every := coalesce($2, case $1 when 'expire' then '00:01:00' else '' end);
-  if $1 = 'expire' then
-    update pgque.config c set expire_every = pgque._period(nullif($2, ''));
-  elsif $1 = 'delete_expired' then
-    update pgque.config c set delete_expired_every = pgque._period(nullif($2, ''));
-  else
-    raise data_exception using message = 'no such job';
-  end if;
-  perform pgque._did('set_schedule', null, jsonb_build_object('job', $1, 'every', $2));
-  return $2;
-exception
-  when data_exception or check_violation then
-    perform pgque._fail('PQ005', format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
-      'Use job expire or delete_expired, and an interval such as 5 minutes, or an empty text for off. The schedule is unchanged.',
-      sqlerrm);
-end
-$$;
-comment on function pgque.set_schedule(text, text) is
-  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages '
-  'from the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
-  'every: an interval. An empty string turns the job off, NULL restores its default. Errors: PQ005 invalid job or interval; the schedule is '
-  'unchanged then.';
-
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -11880,144 +12190,6 @@ $$;
 comment on function pgque.maint_lapsed() is
   'Part of maint(): gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the '
   'consumer. Returns their number.';
-
--- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,
--- readers and workers of the queue repair it too, and hold some of these locks.
--- A worker that has its consumer's row may wait for the tables, so that this call waits
--- for rows only briefly, and _insist() releases the tables.  Raises PQ099 if there is
--- nothing to repair any more, so that no lock stays.
-create or replace function pgque._lock_restored(p_queue_id int) returns void
-language plpgsql as $$
-begin
-  -- In the order of readers: the newest tick, other ticks, messages.
-  execute (
-    select 'lock table ' || pg_catalog.string_agg(l.leaf, ', ' order by l.kind desc, q.queue_id is null, l.n) || ' in access exclusive mode'
-    from pgque._leaves(p_queue_id) l
-    left join pgque.queue q on q.queue_id = p_queue_id and q.queue_cur_table = l.n);
-  perform pg_catalog.set_config('lock_timeout', '50ms', true);
-  perform from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored for update;
-  if not found then
-    perform pgque._let_go();
-  end if;
-  perform from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update;
-end
-$$;
-
--- Makes a queue that was loaded from a dump usable.  Its events and ticks name
--- transactions of another cluster, which mean nothing here.  The messages that a
--- consumer had not finished are found by the old numbers and go to its retry queue, due
--- at once.  The queue then begins again with a tick of this cluster.  Until then it
--- takes no events, so old and new numbers never mix.  Before the restore is complete it
--- fails with 55000.
-create or replace function pgque._rebase(p_queue_id int) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue     pgque.queue;
-  v_last      pgque.tick;
-  v_sub       pgque.subscriber;
-  v_position  pgque.position;
-  v_open      bigint[];
-  v_rows      text;
-begin
-  if not exists (select from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored) then
-    return false;
-  end if;
-  perform pgque._need_read_committed('a restored queue');
-  begin
-    perform pgque._insist(format('select pgque._lock_restored(%s)', p_queue_id));
-  exception
-    when sqlstate 'PQ099' then
-      return false;
-  end;
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
-  perform pgque._need_loaded(v_queue);
-  perform pgque._create_reader(p_queue_id);   -- those of the dump may be of an earlier version
-  v_last := pgque._last_tick(v_queue);
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
-    v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
-    if cardinality(pgque._hold_batches(v_sub, v_open, null)) < cardinality(v_open) then
-      -- Waiting for the worker would be a deadlock if it asks for more messages.
-      perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
-        'Retry the transaction.');
-    end if;
-    perform pgque._shelve(v_sub, h.lease, h.until) from pgque._held(v_sub.sub_id) h;
-    v_position := pgque._next_from(pgque._position(v_sub.sub_id));
-    -- All rows ahead of its position, without those that it finished in the window.
-    v_rows := pgque._rows_sql(p_queue_id, format(
-      '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
-      coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
-    execute format(
-      'insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,'
-      ' ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
-      ' select $1, %s, %s, e.ev_retry, e.ev_error,'
-      ' e.ev_id, e.ev_time, e.ev_txid, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
-      ' from (%s) e on conflict do nothing', p_queue_id, v_sub.sub_id, v_rows)
-    using pgque.clock();
-  end loop;
-  perform pgque._refresh_waiting(p_queue_id);
-  update pgque.retry_queue r set ev_lane = pgque._lane(s, r.ev_key, r.ev_extra1)
-  from pgque.subscriber s
-  where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
-  execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
-  update pgque.queue q set queue_xid = pgque._mark(), queue_incarnation = gen_random_uuid() where q.queue_id = p_queue_id returning q.* into v_queue;
-  -- An external ticker may continue at times that are past here.
-  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
-    case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),
-    case when v_queue.queue_external_ticker then v_last.tick_event_seq end, false);
-  v_last := pgque._last_tick(v_queue);
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
-    v_position := pgque._position(v_sub.sub_id);
-    v_position.pos_lapse := null;
-    v_position.pos_open := case when v_sub.sub_role = 'pool' then '{}' else pgque._still_open(v_sub, v_position.pos_open) end;
-    perform pgque._append_position(pgque._at_tick(v_position, v_last));
-  end loop;
-  return true;
-end
-$$;
-
--- Makes the other leaf of the idempotency keys the current one once it has more than 4
--- MB.  Empties the old leaf as soon as half of its keys have expired, or the current
--- leaf is larger: so keys with a ttl of years do not keep other keys.  Keys that are
--- valid, of existing queues, are copied.
-create or replace function pgque._compact_idempotency() returns int
-language plpgsql as $$
-declare
-  v_cur   int := (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1);
-  v_size  bigint := pg_catalog.pg_relation_size(('pgque.idempotency_' || v_cur)::regclass);
-  v_old   bigint := pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass);
-  v_live  text := 'i.idem_expires > $1 and exists (select from pgque.queue q where q.queue_id = i.idem_queue)';
-  v_half  boolean;
-begin
-  if v_size < 4194304 and v_old = 0 then
-    return 0;
-  end if;
-  perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
-  if not found then
-    return 0;
-  end if;
-  if v_old = 0 then
-    update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
-    return 1;
-  end if;
-  -- Counted without the lock: the lock blocks every send_idem().
-  execute pg_catalog.format('select count(*) filter (where %s) * 2 > count(*) from pgque.idempotency_%s i', v_live, 1 - v_cur)
-  into v_half using pgque.clock();
-  if v_half and v_size < v_old then
-    return 0;
-  end if;
-  execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
-  execute pg_catalog.format(
-    'insert into pgque.idempotency select i.idem_queue, i.idem_key, i.idem_n, i.idem_ev_id, i.idem_expires, %s from pgque.idempotency_%s i where %s on conflict do nothing',
-    v_cur, 1 - v_cur, v_live)
-  using pgque.clock();
-  execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
-  update pgque.journal j set journal_emptied_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
-  return 1;
-exception
-  when lock_not_available then
-    return 0;
-end
-$$;
 
 -- Empties side tables without live rows, so that not even their dead rows stay.  A
 -- table in use is skipped.
@@ -13850,6 +14022,9 @@ $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
   'Returns messages that were delivered more than once without an outcome, or were given up for that reason. They may kill their workers. dl_id is '
   'set if the message is a dead letter.';
+-- ---------------------------------------------------------------------------
+-- health: metrics and checks
+-- ---------------------------------------------------------------------------
 
 -- Returns how many consumers of a queue metrics() and health() report one by one: those
 -- with the greatest lag.  All others are only in the sums.
@@ -14478,23 +14653,6 @@ begin
 end
 $$;
 
-create or replace function pgque.health(
-  queue_name text, caller pgque.caller default current_user, out check_name text, out queue text, out status text, out detail text, out advice text
-) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
-declare
-  v_queues  int[] := pgque._visible($1, caller);
-begin
-  return query select h.* from pgque._health_of(v_queues) h;
-  return query
-    select h.*
-    from pgque._recurring_health() h
-    where h.queue in (select q.queue_name from pgque.queue q where q.queue_id = any (v_queues));
-end
-$$;
-comment on function pgque.health(text, pgque.caller) is
-  'Returns those checks of health() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
-
 -- Checks whether roles have rights on objects of pgque that neither pgque nor its
 -- documents grant: a restore into a database with default privileges gives such rights,
 -- and so does an administrator.  A command names all objects of a kind if pgque itself
@@ -14557,6 +14715,23 @@ begin
   advice := 'Let these roles use pgque''s own roles or grant_queue(). Then revoke: ' || advice;
 end
 $$;
+
+create or replace function pgque.health(
+  queue_name text, caller pgque.caller default current_user, out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+declare
+  v_queues  int[] := pgque._visible($1, caller);
+begin
+  return query select h.* from pgque._health_of(v_queues) h;
+  return query
+    select h.*
+    from pgque._recurring_health() h
+    where h.queue in (select q.queue_name from pgque.queue q where q.queue_id = any (v_queues));
+end
+$$;
+comment on function pgque.health(text, pgque.caller) is
+  'Returns those checks of health() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
 
 create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
@@ -14906,173 +15081,6 @@ begin
   return v_count;
 end
 $$;
--- ---------------------------------------------------------------------------
--- triggers: table changes as events
--- ---------------------------------------------------------------------------
-
--- Does the work of the three trigger functions.  Arguments: the queue, then options:
---   backup            keep the old row in ev_extra2
---   ignore=a,b        leave these columns out; an update of nothing else is no event
---   pkey=a,b          the key columns, instead of the primary key
---   deny              refuse the change
---   skip              a BEFORE trigger that cancels the change after recording it
--- ev_type is I:, U:, D: or R (truncate) with the key columns; ev_extra1 is the
--- table's name.  p_format is json, url or sql.
---
--- All of this runs with the rights of the role that changes the table, because
--- to_jsonb() runs casts that a table's owner may have created.  So roles that change
--- the table need the role pgque_writer, or the right to produce to the queue.  A role
--- without either cannot call a function that says so: the trigger functions do.
---
--- Rows that a dump loads are no changes: nothing is sent for them while the queue is
--- being restored (_is_old_change).
-create or replace function pgque._row_event(
-  p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
-) returns void
-language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue   text := p_args[0];   -- trigger arguments count from 0
-  v_opts    text[] := p_args[1:];
-  v_ignore  text[];
-  v_pkey    text[];
-  v_row     jsonb := coalesce(p_new, p_old);
-  v_opt     text;
-  v_data    text;
-  v_where   text;
-begin
-  if v_queue is null then
-    perform pgque._fail('PQ005', format('the trigger on table %s names no queue', p_table),
-      'Name the queue: create trigger ... execute function pgque.jsontriga(''queue'', options...)');
-  elsif pgque._is_old_change(v_queue) then
-    return;
-  end if;
-  foreach v_opt in array v_opts loop
-    if v_opt like 'ignore=%' then
-      v_ignore := string_to_array(substr(v_opt, 8), ',');
-    elsif v_opt like 'pkey=%' then
-      v_pkey := string_to_array(substr(v_opt, 6), ',');
-    elsif v_opt = 'deny' then
-      perform pgque._fail('PQ013', format('table %s must not be changed here: its changes come from queue %I', p_table, v_queue),
-        'Change the table that sends to the queue, or create the trigger without the option deny.');
-    elsif lower(v_opt) not in ('backup', 'skip') then
-      perform pgque._fail('PQ005', format('unknown option %L of the trigger on table %s', v_opt, p_table),
-        'Use backup, ignore=columns, pkey=columns, deny or skip.');
-    end if;
-  end loop;
-  if p_op = 'TRUNCATE' then
-    perform pgque.insert_event(v_queue, 'R', null, p_table::text, null, null, null);
-    return;
-  end if;
-  v_pkey := coalesce(v_pkey, (
-    select array_agg(a.attname::text order by k.n)
-    from pg_index i
-    cross join lateral unnest(i.indkey) with ordinality k (attnum, n)
-    join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
-    where i.indrelid = p_table and i.indisprimary and k.n <= i.indnkeyatts), '{}');
-  if not v_row ?& v_pkey then
-    perform pgque._fail('PQ005', format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
-        (select string_agg(k.name, ', ') from unnest(v_pkey) k (name) where not v_row ? k.name)),
-      'Write pkey=columns, with commas and no blanks between the names.');
-  end if;
-  v_row := v_row - coalesce(v_ignore, '{}');
-  if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
-    return;
-  end if;
-  if p_format = 'json' then
-    v_data := v_row::text;
-  elsif p_format = 'url' then
-    select string_agg(pgque._url_encode(r.key) || coalesce('=' || pgque._url_encode(r.value), ''), '&')
-    into v_data from jsonb_each_text(v_row) r;
-  else
-    select string_agg(quote_ident(r.key) || coalesce(' = ' || quote_literal(r.value), ' is null'), ' and ')
-    into v_where from jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey) or v_pkey = '{}';
-    if p_op = 'INSERT' then
-      select format('(%s) values (%s)', string_agg(quote_ident(r.key), ','), string_agg(quote_nullable(r.value), ','))
-      into v_data from jsonb_each_text(v_row) r;
-    elsif p_op = 'UPDATE' then
-      select string_agg(format('%I = %s', r.key, quote_nullable(r.value)), ', ') || ' where ' || v_where
-      into v_data from jsonb_each_text(v_row) r
-      where r.value is distinct from p_old ->> r.key;
-      v_data := coalesce(v_data, v_where);
-    else
-      v_data := v_where;
-    end if;
-  end if;
-  perform pgque.insert_event(v_queue,
-    case when p_format = 'sql' then left(p_op, 1) else left(p_op, 1) || ':' || array_to_string(v_pkey, ',') end,
-    v_data, p_table::text, case when 'backup' = any (v_opts) then p_old::text end, null, null);
-end
-$$;
-
--- Percent-encoding of everything but letters, digits, - _ . and ~.
-create or replace function pgque._url_encode(p_text text) returns text
-language sql immutable strict as $$
-  select coalesce(pg_catalog.string_agg(
-    case
-      when c.ch ~ '^[A-Za-z0-9_.~-]$' then c.ch
-      else pg_catalog.upper(pg_catalog.regexp_replace(pg_catalog.encode(pg_catalog.convert_to(c.ch, 'UTF8'), 'hex'), '(..)', E'%\\1', 'g'))
-    end, '' order by c.n), '')
-  from pg_catalog.regexp_split_to_table(p_text, '') with ordinality c (ch, n)
-$$;
-
-create or replace function pgque.jsontriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
-    raise insufficient_privilege using
-      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
-      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
-  end if;
-  perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
-    return null;
-  end if;
-  return coalesce(new, old);
-end
-$$;
-comment on function pgque.jsontriga() is
-  'Sends each change of a table as JSON, as a row or TRUNCATE trigger: create trigger ... execute function pgque.jsontriga(''queue'', options...). '
-  'Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is I:, U: or D: and the key columns, or R for '
-  'TRUNCATE; ev_extra1 is the table. Errors: PQ001 no such queue; PQ005 no queue, an unknown option, or a key that is no column; PQ013 the queue is '
-  'paused, or the change is denied; 42501 the role that changes the table may not send to the queue.';
-
-create or replace function pgque.logutriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
-    raise insufficient_privilege using
-      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
-      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
-  end if;
-  perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
-    return null;
-  end if;
-  return coalesce(new, old);
-end
-$$;
-comment on function pgque.logutriga() is 'Sends each change of a table as jsontriga() does, with the row as URL-encoded pairs.';
-
-create or replace function pgque.sqltriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
-    raise insufficient_privilege using
-      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
-      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
-  end if;
-  perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
-    return null;
-  end if;
-  return coalesce(new, old);
-end
-$$;
-comment on function pgque.sqltriga() is
-  'Sends each change of a table as jsontriga() does, with the part of an SQL statement that follows the table''s name. ev_type is I, U, D or R.';
 -- ---------------------------------------------------------------------------
 -- earlier: what running calls of an earlier version need during an upgrade
 -- ---------------------------------------------------------------------------

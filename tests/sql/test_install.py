@@ -227,9 +227,9 @@ def test_an_upgrade_keeps_every_function_that_a_running_call_of_an_earlier_versi
 ) -> None:
     """A call that began before the upgrade goes on with its old body: 42883 if a function is missing that it calls next.
 
-    A function may get further arguments that have a default. If others change, 97_earlier.sql needs a function with
+    A function may get further arguments that have a default. If others change, earlier.sql needs a function with
     the old ones. (The argument caller is always last, and no body of these versions passes it on by place.) What
-    97_earlier.sql of that version has is for calls of versions before it.
+    earlier.sql of that version has is for calls of versions before it.
     """
     before, rest = re.split("-- -+\n-- earlier:", earlier(version))
     own = connect(fresh_dsn)
@@ -553,7 +553,7 @@ def test_installing_under_load_neither_deadlocks_nor_loses(
 
     # The loop of 0.7.0 ends if it meets the upgrade's lock while it checks a queue; its scheduler starts it again.
     ends = () if version is None else (psycopg.errors.LockNotAvailable,)
-    # A delivery of an earlier version that waits for the upgrade may have to be repeated (see 97_earlier.sql).
+    # A delivery of an earlier version that waits for the upgrade may have to be repeated (see earlier.sql).
     overtaken = () if version is None else (psycopg.errors.SerializationFailure,)
 
     def loop(c: Connection) -> None:

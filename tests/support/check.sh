@@ -17,7 +17,10 @@ step() { # TITLE COMMAND...: run it, show its output only if it failed
   fi
 }
 
-assembled()   { cat sql/parts/*.sql | diff -u sql/pgque.sql - | head -n 40; }
+assembled()   { # and the manifest names every part
+  diff <(cd sql/parts && find . -name '*.sql' | sed 's/^..//' | sort) <(sort sql/parts/manifest) \
+    && (cd sql/parts && xargs cat < manifest) | diff -u sql/pgque.sql - | head -n 40
+}
 shipped()     { cmp sql/pgque.sql python/src/pgque/pgque.sql; }
 one_version() { # the control file, the SQL file and the Python package name one version
   local control python
@@ -54,7 +57,7 @@ top() { # nothing but these at the top of the repository
   [ -z "$extra" ] || { echo "not expected at the top: $extra"; return 1; }
 }
 
-step "sql/pgque.sql is the parts in order" assembled
+step "sql/pgque.sql is the parts of the manifest" assembled
 step "python/ ships the same SQL file" shipped
 step "one version everywhere" one_version
 step "top level of the repository" top

@@ -23,7 +23,7 @@ CONFIG = Path(__file__).with_name("proselint.json")
 # Words that codespell takes for a wrong spelling of others: SQL's, and the name of a time zone.
 WORDS = "inout,ist,copys"
 PAGES = ("*.md", "python/*.md", "python/docs/*.md", "sql/*.md")
-SQL = ("sql/parts/*.sql", "tests/support/reference_examples.sql")
+SQL = ("sql/parts/**/*.sql", "tests/support/reference_examples.sql")
 PYTHON = ("python/src/**/*.py", "python/tools/*.py", "tests/**/*.py")
 SHELL = ("Makefile", "Dockerfile", ".ci/run", "tests/**/*.sh", "tests/support/requirements*.txt")
 

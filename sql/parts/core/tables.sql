@@ -439,7 +439,7 @@ do $$
 begin
   if to_regtype('pgque.settled_what') is null then
     create type pgque.settled_what as enum ('outcome', 'closed', 'moved', 'extended', 'lost');
-    -- Up to 0.8, set_ev_id had these meanings by ranges of numbers (see 97_earlier.sql).
+    -- Up to 0.8, set_ev_id had these meanings by ranges of numbers (see earlier.sql).
     for v_leaf in 0..1 loop
       if to_regclass('pgque.settled_' || v_leaf) is not null then
         execute format('alter table pgque.settled_%s drop constraint settled_%1$s_pkey', v_leaf);
@@ -456,7 +456,7 @@ create table if not exists pgque.settled (
   set_until  timestamptz,
   leaf       int not null,
   set_what   pgque.settled_what not null,
-  set_sub    int   -- rows of a dump of 0.8 have it (see 97_earlier.sql)
+  set_sub    int   -- rows of a dump of 0.8 have it (see earlier.sql)
 ) partition by list (leaf);
 comment on table pgque.settled is 'What became of batches and their messages. Internal.';
 

@@ -268,3 +268,205 @@ $$;
 comment on function pgque.purge_key(text, text, pgque.caller) is
   'Removes the pending message with a key. Returns 1, or 0 if there is none. Errors: PQ001 no such queue; PQ005 key is NULL; 25000 not READ '
   'COMMITTED.';
+
+create or replace function pgque._keyed(p_queue pgque.queue) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return p_queue.queue_keyed or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'key');
+end
+$$;
+
+-- Every key belongs to one of 1024 buckets of its queue.  A transaction with up to 200
+-- keys locks each key, and its bucket in share mode.  One with more keys locks whole
+-- buckets instead, so that no transaction has more than about a thousand locks.
+create or replace function pgque._key_class(p_queue_id int) returns int
+language sql immutable as $$ select pg_catalog.hashtext('pgque.key ' || p_queue_id) $$;
+
+create or replace function pgque._bucket_class(p_queue_id int) returns int
+language sql immutable as $$ select pg_catalog.hashtext('pgque.bucket ' || p_queue_id) $$;
+
+create or replace function pgque._bucket(p_key text) returns int
+language sql immutable as $$ select pg_catalog.hashtext(p_key) & 1023 $$;
+
+create or replace function pgque._many_keys(p_count bigint) returns boolean
+language sql immutable as $$ select p_count > 200 $$;
+
+-- Locks keys of a queue until the transaction ends.  Everything that sends or removes a
+-- message with a key calls this.  Locks are taken in one order, so that two batches
+-- cannot deadlock.
+create or replace function pgque._lock_keys(p_queue_id int, p_keys text[]) returns void
+language plpgsql as $$
+declare
+  v_keys     text[] := array(select distinct k.key from pg_catalog.unnest(p_keys) k (key) where k.key is not null);
+  v_buckets  int[] := array(select distinct pgque._bucket(k.key) from pg_catalog.unnest(v_keys) k (key) order by 1);
+begin
+  -- See _let_keys_be_said().
+  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.passing'), p_queue_id);
+  if pgque._many_keys(pg_catalog.cardinality(v_keys)) then
+    perform pgque._lock_buckets(p_queue_id, v_buckets);
+    return;
+  end if;
+  perform pg_catalog.pg_advisory_xact_lock_shared(pgque._bucket_class(p_queue_id), b.bucket) from pg_catalog.unnest(v_buckets) b (bucket);
+  perform pg_catalog.pg_advisory_xact_lock(pgque._key_class(p_queue_id), h.hash)
+  from (select distinct pg_catalog.hashtext(k.key) as hash from pg_catalog.unnest(v_keys) k (key) order by 1) h;
+end
+$$;
+
+-- Locks buckets.  If one of them stays locked for longer than a moment, the function
+-- waits for this bucket only and releases the others, so that their keys can be sent
+-- and delivered.
+create or replace function pgque._lock_buckets(p_queue_id int, p_buckets int[]) returns void
+language plpgsql as $$
+declare
+  v_class   int := pgque._bucket_class(p_queue_id);
+  v_wait    text := pg_catalog.current_setting('lock_timeout');
+  v_moment  interval := least('50 milliseconds', nullif(v_wait::interval, '0'));
+  v_bucket  int;
+begin
+  loop
+    begin
+      perform pg_catalog.set_config('lock_timeout', pg_catalog.ceil(extract(epoch from v_moment) * 1000) || 'ms', true);
+      foreach v_bucket in array p_buckets loop
+        perform pg_catalog.pg_advisory_xact_lock(v_class, v_bucket);
+      end loop;
+      perform pg_catalog.set_config('lock_timeout', v_wait, true);
+      return;
+    exception
+      when lock_not_available then
+        null;
+    end;
+    begin
+      perform pg_catalog.pg_advisory_xact_lock(v_class, v_bucket);
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
+  end loop;
+end
+$$;
+
+-- Waits for open transactions that sent a message with a key or removed one.  A
+-- consumer must not pass a message that such a transaction replaces: then the new body
+-- would be delivered to no consumer.
+-- A session that waits for a lock blocks later ones, so the function mostly tries: one
+-- sender that stays open must not stop all senders.  A sender with an older snapshot
+-- does not see which consumer passes a message; the update of the queue's row stops it.
+create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
+language plpgsql as $$
+declare
+  v_class  int := pg_catalog.hashtext('pgque.passing');
+  v_wait   text := pg_catalog.current_setting('lock_timeout');
+  v_end    timestamptz := pg_catalog.clock_timestamp() + coalesce(nullif(v_wait::interval, '0'), '1 minute');
+begin
+  if not pgque._keyed(p_queue) then
+    return;
+  end if;
+  for v_turn in 1..1000000 loop
+    begin
+      perform pg_catalog.set_config('lock_timeout', '50ms', true);
+      if v_turn % 20 = 0 then
+        perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id);
+      elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
+        perform pgque._let_go();
+      end if;
+      -- A consumer with an older snapshot may hold the row lock: senders do not wait
+      -- for it.
+      update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = p_queue.queue_id;
+      perform pg_catalog.set_config('lock_timeout', v_wait, true);
+      exit;
+    exception
+      when lock_not_available or sqlstate 'PQ099' then
+        null;
+    end;
+    if pg_catalog.clock_timestamp() > v_end then
+      perform pgque._fail('lock_not_available', pg_catalog.format('open transactions have sent messages with keys to queue %I: pid %s', p_queue.queue_name, (
+          select pg_catalog.string_agg(distinct l.pid::text, ', ')
+          from pg_catalog.pg_locks l
+          where l.locktype = 'advisory' and l.granted and l.classid::bigint = v_class::bigint & 4294967295 and l.objid::bigint = p_queue.queue_id)),
+        'Try again after they commit, or set a higher lock_timeout to wait longer.');
+    end if;
+    perform pg_catalog.pg_sleep(0.02);
+  end loop;
+end
+$$;
+
+-- Sends a message with a key.  If a message with this key is pending, its body is
+-- replaced: a row with the same id and the next number (ev_retry) is appended, which
+-- only readers of keys see (owner 0).
+-- A delivery of the message appends a seal (owner -1), and a purge a row of owner -2.
+-- After either, the next send is a new message.
+-- A transaction whose snapshot does not show the last of these rows violates the unique
+-- index.  Such a transaction also locks the queue's row, so that the current table
+-- cannot change.
+create or replace function pgque._send_keyed(
+  p_queue pgque.queue, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
+  p_due timestamptz, p_expires timestamptz, p_partition_key text
+) returns bigint
+language plpgsql as $$
+declare
+  v_txid  xid8 := pg_catalog.pg_current_xact_id();
+  v_last  record;
+  v_id    bigint;
+begin
+  if pgque._old_snapshot() then
+    perform from pgque.queue q where q.queue_id = p_queue.queue_id for share;
+  end if;
+  -- A delayed message was delivered to no consumer.
+  update pgque.retry_queue r
+  set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
+  where r.ev_owner = 0 and r.ev_queue = p_queue.queue_id
+    -- Only one that has not expired.  An expired one may be valid again: clocks are set
+    -- back too.
+    and r.ev_id = (
+      select d.ev_id from pgque.retry_queue d
+      where d.ev_queue = p_queue.queue_id and d.ev_key = p_key and d.ev_owner = 0 and (d.ev_expires > pgque.clock()) is not false
+      order by d.ev_id desc
+      limit 1)
+  returning r.ev_id into v_id;
+  if v_id is not null then
+    return v_id;
+  end if;
+  v_last := pgque._newest_of_key(p_queue.queue_id, p_key);
+  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and (v_last.ev_expires > pgque.clock()) is not false
+    and not pgque._is_passed(p_queue.queue_id, v_last.ev_id, v_last.sent_by)
+  then
+    -- The ticker checks queues whose sequence moved.
+    perform pg_catalog.nextval(p_queue.queue_event_seq);
+    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
+    select q.queue_id * 3 + q.queue_cur_table, 0, v_last.ev_id, v_last.ev_time, v_txid, v_last.ev_retry + 1, p_type, p_data, p_bytes, p_headers,
+      p_key, p_expires, p_partition_key
+    from pgque.queue q
+    where q.queue_id = p_queue.queue_id;
+    if not found then
+      perform pgque._no_queue(p_queue.queue_name);
+    end if;
+    -- Workers may have put the message into the retry queue without delivering it.
+    update pgque.retry_queue r
+    set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
+    where r.ev_queue = p_queue.queue_id and r.ev_key = p_key and r.ev_id = v_last.ev_id;
+    return v_last.ev_id;
+  end if;
+  v_id := pg_catalog.nextval(p_queue.queue_event_seq);
+  if p_due is not null then
+    insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers,
+      ev_key, ev_expires, ev_extra1)
+    select p_due, q.queue_id, 0, v_id, pgque.clock(), v_txid, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key
+    from pgque.queue q
+    where q.queue_id = p_queue.queue_id;
+  else
+    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
+    select q.queue_id * 3 + q.queue_cur_table, v_id, pgque.clock(), v_txid, 0, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key
+    from pgque.queue q
+    where q.queue_id = p_queue.queue_id;
+  end if;
+  if not found then
+    perform pgque._no_queue(p_queue.queue_name);   -- the queue was dropped meanwhile
+  end if;
+  return v_id;
+exception
+  when unique_violation then
+    perform pgque._fail('serialization_failure', pg_catalog.format('key %L of queue %I changed since this transaction began', p_key, p_queue.queue_name),
+      'Retry the transaction.');
+end
+$$;

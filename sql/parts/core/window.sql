@@ -351,3 +351,9 @@ language sql stable as $$
   where p.pronamespace = 'pgque'::regnamespace and p.proname = any (array[
     '_ticks_' || p_queue_id, '_events_' || p_queue_id, '_key_' || p_queue_id, '_ordinary_' || p_queue_id || '_0', '_ordinary_' || p_queue_id || '_1']::name[])
 $$;
+
+create or replace function pgque._event_columns() returns text
+language sql stable as $$
+  select 'e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
+    ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
+$$;

@@ -451,3 +451,15 @@ begin
       select s.set_what, s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf = p_cur);
 end
 $$;
+
+-- Returns whether a batch is open.  A worker's batch in the retry queue is, as long as it
+-- has a message there; any other, until it is finished.
+create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return exists (
+    select from pgque._states(p_sub.sub_id, array[p_batch]) s
+    where s.place = 'log' or s.place = 'retry' and (p_sub.sub_role <> 'pool' or exists (
+      select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch)));
+end
+$$;

@@ -254,3 +254,97 @@ comment on function pgque.confirm_restore() is
   'Declares that the restore of this database is complete, and returns the number of queues that can now be used. It is needed only if health() '
   'says so: after data was loaded without the rest of the dump, or if a part of the restore failed. What was not loaded by then is lost: for '
   'example, a queue whose consumers are missing starts empty. Tables of queues that have no row in pgque.queue are dropped.';
+
+-- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,
+-- readers and workers of the queue repair it too, and hold some of these locks.
+-- A worker that has its consumer's row may wait for the tables, so that this call waits
+-- for rows only briefly, and _insist() releases the tables.  Raises PQ099 if there is
+-- nothing to repair any more, so that no lock stays.
+create or replace function pgque._lock_restored(p_queue_id int) returns void
+language plpgsql as $$
+begin
+  -- In the order of readers: the newest tick, other ticks, messages.
+  execute (
+    select 'lock table ' || pg_catalog.string_agg(l.leaf, ', ' order by l.kind desc, q.queue_id is null, l.n) || ' in access exclusive mode'
+    from pgque._leaves(p_queue_id) l
+    left join pgque.queue q on q.queue_id = p_queue_id and q.queue_cur_table = l.n);
+  perform pg_catalog.set_config('lock_timeout', '50ms', true);
+  perform from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored for update;
+  if not found then
+    perform pgque._let_go();
+  end if;
+  perform from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update;
+end
+$$;
+
+-- Makes a queue that was loaded from a dump usable.  Its events and ticks name
+-- transactions of another cluster, which mean nothing here.  The messages that a
+-- consumer had not finished are found by the old numbers and go to its retry queue, due
+-- at once.  The queue then begins again with a tick of this cluster.  Until then it
+-- takes no events, so old and new numbers never mix.  Before the restore is complete it
+-- fails with 55000.
+create or replace function pgque._rebase(p_queue_id int) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue     pgque.queue;
+  v_last      pgque.tick;
+  v_sub       pgque.subscriber;
+  v_position  pgque.position;
+  v_open      bigint[];
+  v_rows      text;
+begin
+  if not exists (select from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored) then
+    return false;
+  end if;
+  perform pgque._need_read_committed('a restored queue');
+  begin
+    perform pgque._insist(format('select pgque._lock_restored(%s)', p_queue_id));
+  exception
+    when sqlstate 'PQ099' then
+      return false;
+  end;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  perform pgque._need_loaded(v_queue);
+  perform pgque._create_reader(p_queue_id);   -- those of the dump may be of an earlier version
+  v_last := pgque._last_tick(v_queue);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
+    v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
+    if cardinality(pgque._hold_batches(v_sub, v_open, null)) < cardinality(v_open) then
+      -- Waiting for the worker would be a deadlock if it asks for more messages.
+      perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
+        'Retry the transaction.');
+    end if;
+    perform pgque._shelve(v_sub, h.lease, h.until) from pgque._held(v_sub.sub_id) h;
+    v_position := pgque._next_from(pgque._position(v_sub.sub_id));
+    -- All rows ahead of its position, without those that it finished in the window.
+    v_rows := pgque._rows_sql(p_queue_id, format(
+      '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
+      coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
+    execute format(
+      'insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,'
+      ' ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
+      ' select $1, %s, %s, e.ev_retry, e.ev_error,'
+      ' e.ev_id, e.ev_time, e.ev_txid, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
+      ' from (%s) e on conflict do nothing', p_queue_id, v_sub.sub_id, v_rows)
+    using pgque.clock();
+  end loop;
+  perform pgque._refresh_waiting(p_queue_id);
+  update pgque.retry_queue r set ev_lane = pgque._lane(s, r.ev_key, r.ev_extra1)
+  from pgque.subscriber s
+  where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
+  execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
+  update pgque.queue q set queue_xid = pgque._mark(), queue_incarnation = gen_random_uuid() where q.queue_id = p_queue_id returning q.* into v_queue;
+  -- An external ticker may continue at times that are past here.
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
+    case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),
+    case when v_queue.queue_external_ticker then v_last.tick_event_seq end, false);
+  v_last := pgque._last_tick(v_queue);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
+    v_position := pgque._position(v_sub.sub_id);
+    v_position.pos_lapse := null;
+    v_position.pos_open := case when v_sub.sub_role = 'pool' then '{}' else pgque._still_open(v_sub, v_position.pos_open) end;
+    perform pgque._append_position(pgque._at_tick(v_position, v_last));
+  end loop;
+  return true;
+end
+$$;

@@ -442,7 +442,3 @@ end
 $$;
 comment on function pgque.force_next_tick(text, pgque.caller) is
   'Makes the next ticker() tick the queue, even if nothing was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
-
-create or replace function pgque.force_tick(queue_name text) returns bigint
-language sql as $$ select pgque.force_next_tick($1) $$;
-comment on function pgque.force_tick(text) is 'PgQ''s name for force_next_tick().';

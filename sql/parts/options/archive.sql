@@ -284,3 +284,21 @@ exception
     return 0;
 end
 $$;
+
+-- Notes for good that the archive of a queue's consumers lacks messages.
+create or replace function pgque._note_unarchived(p_queue_id int) returns void
+language sql volatile as $$
+  update pgque.subscriber s set sub_archived = false
+  from pgque.queue q
+  where q.queue_id = p_queue_id and not q.queue_archive_on_ack and s.sub_queue = q.queue_id and s.sub_archived
+$$;
+
+create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+begin
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
+end
+$$;
+comment on function pgque.archive(bigint, bigint[], pgque.caller) is
+  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
+  'msg_ids) does.';

@@ -366,20 +366,6 @@ begin
 end
 $$;
 
-create or replace function pgque._keyed(p_queue pgque.queue) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return p_queue.queue_keyed or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'key');
-end
-$$;
-
-create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return p_queue.queue_expiring or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'ttl');
-end
-$$;
-
 -- Returns whether one of these is noted: 'moved' (the log has messages that are younger
 -- than their ids: delayed ones, or retries of consumers that are read by offsets) or
 -- 'external'.
@@ -408,14 +394,6 @@ begin
 end
 $$;
 
--- Notes the same for a queue whose setting message_ttl was changed, so that its row is
--- locked.
-create or replace function pgque._note_expiring(p_queue_id int) returns void
-language sql volatile as $$
-  update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
-  where q.queue_id = p_queue_id and q.queue_message_ttl > '0' and not q.queue_expiring
-$$;
-
 -- Copies the notes that messages of a queue have keys or expire to the queue's row, where
 -- a poll reads them without a look-up (see "ordinary").
 create or replace function pgque._copy_options() returns int
@@ -442,20 +420,6 @@ begin
   return v_count;
 end
 $$;
-
--- Notes for good that the archive of a queue's consumers lacks messages.
-create or replace function pgque._note_unarchived(p_queue_id int) returns void
-language sql volatile as $$
-  update pgque.subscriber s set sub_archived = false
-  from pgque.queue q
-  where q.queue_id = p_queue_id and not q.queue_archive_on_ack and s.sub_queue = q.queue_id and s.sub_archived
-$$;
-
-create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
-language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
-comment on function pgque.set_queue_config(text, text, text) is
-  'PgQ''s name for alter_queue(), for one setting: sets it and returns 1; NULL restores its default. Errors: PQ001 no such queue; PQ005 unknown '
-  'setting or invalid value.';
 
 create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

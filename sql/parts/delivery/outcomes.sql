@@ -54,10 +54,6 @@ comment on function pgque.ack(bigint) is
   'a worker''s batch it also returns 0 after one of its messages was delivered to another worker or removed; acknowledge the others with '
   'ack(batch_id, msg_ids).';
 
-create or replace function pgque.finish_batch(batch_id bigint) returns int
-language sql as $$ select pgque.ack($1) $$;
-comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
-
 -- Returns whether a sorted array has an id.  This is a binary search, because an IN over
 -- unnest() compares each row with each id as soon as the ids exceed work_mem, and a join
 -- does where the planner expects few.  The array is a parameter of dynamic SQL or
@@ -368,50 +364,3 @@ language sql as $$ select * from pgque._dead($1, $2, $3) $$;
 comment on function pgque.dead(bigint, bigint[], text) is
   'Gives up messages of a batch at once: drop_policy applies to them (by default they become dead letters), with the reason. Returns one row a '
   'message as ack(batch_id, msg_ids) does.';
-
-create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
-end
-$$;
-comment on function pgque.archive(bigint, bigint[], pgque.caller) is
-  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
-  'msg_ids) does.';
-
-create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_now  timestamptz := pgque.clock();
-begin
-  return (
-    select (pgque._answer(f, $1)).ok::int
-    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
-      -- An infinite time has no distance from now.
-      pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
-      null, true) f);
-end
-$$;
-comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
-  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: as nack() does), however often it failed before. '
-  'Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; PQ012 the batch is '
-  'not open.';
-
-create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
-language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
-comment on function pgque.event_retry(bigint, bigint, int) is
-  'Rejects one event of an open batch: it is redelivered to this consumer after a number of seconds (NULL: as nack() does), however often it '
-  'failed before. Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; '
-  'PQ012 the batch is not open.';
-
-create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  batch_id := pgque._batch_for(caller, $1);
-  perform pgque._open_lease(pgque._batch_owner($1), $1);
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
-end
-$$;
-comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now '
-  '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';

@@ -162,18 +162,6 @@ begin
 end
 $$;
 
--- Returns whether a batch is open.  A worker's batch in the retry queue is, as long as it
--- has a message there; any other, until it is finished.
-create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return exists (
-    select from pgque._states(p_sub.sub_id, array[p_batch]) s
-    where s.place = 'log' or s.place = 'retry' and (p_sub.sub_role <> 'pool' or exists (
-      select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch)));
-end
-$$;
-
 -- Returns the query of an open batch: all of it, or, if messages may be left out when
 -- it is opened, those without an outcome.
 create or replace function pgque._open_sql(p_batch bigint) returns text
@@ -206,12 +194,6 @@ end
 $$;
 comment on function pgque.get_batch_events(bigint, pgque.caller) is
   'Returns the events of an open batch in the order of their ids, as stored. Errors: PQ012 the batch is not open.';
-
-create or replace function pgque._event_columns() returns text
-language sql stable as $$
-  select 'e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
-    ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
-$$;
 
 -- Returns the query of an open batch for roles that may read the leaves themselves.
 create or replace function pgque._cursor_sql(p_batch bigint) returns text
@@ -282,11 +264,3 @@ $$;
 comment on function pgque.get_batch_info(bigint, pgque.caller) is
   'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
   'PQ012 the batch is not open.';
-
--- Returns a consumer's name; for a worker consumer.worker.
-create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
-language plpgsql stable as $$
-begin
-  return (select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer);
-end
-$$;

@@ -278,13 +278,6 @@ begin
 end
 $$;
 
--- Returns since when a throughput limit was not used: at most for a second, and without
--- a time in the future, which was recorded before the clock was set back.
-create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
-language sql immutable as $$
-  select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
-$$;
-
 -- Returns whether a message of a window that is open may have a key or a ttl: then its
 -- transaction, or an earlier one, has noted that.
 create or replace function pgque._has_keys_or_ttl(p_queue_id int) returns boolean

@@ -254,40 +254,6 @@ begin
 end
 $$;
 
-create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
-language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
-comment on function pgque.register_consumer(text, text) is 'PgQ''s name for subscribe(queue_name, consumer_name).';
-
-create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue     pgque.queue;
-  v_sub       pgque.subscriber;
-  v_position  pgque.position;
-begin
-  if register_consumer_at.tick_id is null then
-    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false, caller);
-  end if;
-  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, false, caller) = 1 then
-    return 1;
-  end if;
-  v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
-  v_sub := pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller);
-  -- As in seek().
-  perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
-  perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
-  perform pgque._depth_grows(v_queue.queue_id);
-  v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
-  perform pgque._promote_dead(v_sub, v_queue, (pgque._position(v_sub.sub_id)).pos_tick, register_consumer_at.tick_id);
-  perform pgque._move_to(v_sub, pgque._position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
-  perform pgque._did('register_consumer_at', v_queue.queue_name, jsonb_build_object('consumer_name', register_consumer_at.consumer_name, 'tick_id', register_consumer_at.tick_id));
-  return 0;
-end
-$$;
-comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
-  'Subscribes a consumer at a tick and returns 1. If it is subscribed already, it is moved to that tick, its open batch is dropped, and the call '
-  'returns 0. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is no longer stored.';
-
 -- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
 -- The archive lacks the messages that the consumer is moved past.
 create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
@@ -352,6 +318,10 @@ comment on function pgque.unsubscribe(text, text, pgque.caller) is
   'Removes a consumer from a queue with its workers and its pending retries; its dead letters stay. Returns the number of subscribers removed, 0 if '
   'it was not subscribed. Errors: PQ001 no such queue.';
 
-create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
-language sql as $$ select pgque.unsubscribe($1, $2) $$;
-comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for unsubscribe().';
+-- Returns a consumer's name; for a worker consumer.worker.
+create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
+language plpgsql stable as $$
+begin
+  return (select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer);
+end
+$$;

@@ -1,0 +1,38 @@
+-- pgque: a message queue and shared event log inside PostgreSQL.
+--
+-- Producers append events to a table.  A ticker records several times a second which
+-- transactions have committed: a tick is a stored MVCC snapshot.  The rows that became
+-- visible between two ticks are a window.  A window never changes: it can be read twice,
+-- by many consumers, in slices, after a crash.  Every consumer has a position, the tick
+-- up to which it is done, and moves it by appending one row to a journal.  Nothing on
+-- that path is updated or deleted.
+-- Each queue writes into one of three tables in turn.  A table whose rows every position
+-- has passed is emptied with TRUNCATE.  So there is nothing to vacuum, and an old open
+-- transaction costs nothing.
+-- A message that is redelivered waits in the retry queue, and is delivered from there,
+-- without a tick.
+--
+-- The folders of this source:
+--   core       what is stored, and what every delivery needs: queues, rights, send, ticks,
+--              windows, positions, leases
+--   delivery   deliver a batch, in one statement (ordinary) or the general way (receive);
+--              outcomes, retries, dead letters
+--   options    keys, keyed order, expiry, limits, archive, recurring messages,
+--              idempotency: one file for each
+--   pgq        PgQ's way to receive, subconsumers, triggers, PgQ's names
+--   spark      INSERT and COPY send; windows are read without side effects
+--   operate    restore, maintenance, the loop, information, health, histories
+--   earlier    what running calls of an earlier version need
+--   grants     which role may call what
+--
+-- Rules that hold throughout, and that a change must keep:
+--   * Take locks in this order: queue row, a batch's lock, consumer row, worker row,
+--     leaf.  The lock of a pool's batch is an advisory lock on its id, under a shared
+--     one for the queue.  The lock of any other batch is the consumer row itself.  Code
+--     that holds a consumer row only tries batch locks, and code with another order uses
+--     NOWAIT or SKIP LOCKED.
+--   * A transaction's id is known before its event is stored, so every tick either saw
+--     the transaction finished or lists it as running.
+--   * A leaf is emptied only under its own lock, after checking its rows.
+--
+-- Install:  psql -qv ON_ERROR_STOP=1 -1f pgque.sql      (again to upgrade; prints nothing)

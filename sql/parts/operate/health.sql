@@ -1,0 +1,813 @@
+-- ---------------------------------------------------------------------------
+-- health: metrics and checks
+-- ---------------------------------------------------------------------------
+
+-- Returns how many consumers of a queue metrics() and health() report one by one: those
+-- with the greatest lag.  All others are only in the sums.
+create or replace function pgque._most_consumers() returns int
+language sql immutable as $$ select 100 $$;
+
+-- Returns the subscribers of a queue with the greatest lag and their positions, the
+-- number of its consumers, and the slowest of them.  The messages that the slowest
+-- still needs, those in its workers' batches included, have ids above slowest_seq.
+create or replace function pgque._stragglers(
+  p_queue_id int, out subs pgque.subscriber[], out positions pgque.position[], out consumers bigint, out slowest text, out slowest_seq bigint
+)
+language plpgsql as $$
+begin
+  with p as materialized (select p.sub, p.pos from pgque._positions(p_queue_id) p)
+  select f.subs, f.positions, f.consumers, s.consumer_name, s.seq into subs, positions, consumers, slowest, slowest_seq
+  from (
+    select pg_catalog.array_agg(p.sub) as subs, pg_catalog.array_agg(p.pos) as positions, coalesce(pg_catalog.max(p.consumers), 0) as consumers
+    from (
+      select p.sub, p.pos, pg_catalog.count(*) filter (where (p.sub).sub_main is null) over () as consumers
+      from p
+      -- A worker without a batch needs no messages, whatever its position is.
+      order by (p.sub).sub_main is not null and (p.pos).pos_batch is null, (p.pos).pos_tick
+      limit pgque._most_consumers()
+    ) p
+  ) f
+  left join (
+    select pgque._subscriber_name(p.sub) as consumer_name, n.seq
+    from p
+    cross join lateral (
+      select o.pos_tick, o.pos_event_seq from pgque._oldest_need((p.sub).sub_id) o where pg_catalog.cardinality((p.pos).pos_open) > 0
+      union all
+      -- The same as _next_from(), in one query for many consumers.
+      select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end,
+        case when n.past then (p.pos).pos_next_event_seq else (p.pos).pos_event_seq end
+      from (select (p.pos).pos_fresh > 0 and (p.pos).pos_last_id is null) n (past)
+      where pg_catalog.cardinality((p.pos).pos_open) > 0 is not true
+    ) n (tick, seq)
+    where (p.sub).sub_main is null
+    order by n.tick
+    limit 1
+  ) s on true;
+end
+$$;
+
+-- Returns the size of the tables of each queue with their indexes, by the queue's
+-- number, and under 0 that of the shared tables; or only those of some queues.  A queue
+-- with an exclusively locked table is left out.
+create or replace function pgque._sizes(p_queues int[] default null) returns jsonb
+language sql as $$
+  with leaf as materialized (
+    select i.inhrelid, pg_catalog.split_part(c.relname, '_', 2)::int as queue_id
+    from pg_catalog.pg_inherits i
+    join pg_catalog.pg_class c on c.oid = i.inhrelid
+    where i.inhparent in ('pgque.event'::regclass, 'pgque.tick'::regclass) and p_queues is null
+    union all
+    select pg_catalog.to_regclass(l.leaf), q.id
+    from pg_catalog.unnest(p_queues) q (id)
+    cross join lateral pgque._leaves(q.id) l
+  ), heap as materialized (
+    select c.oid, coalesce(l.queue_id, 0) as queue_id
+    from pg_catalog.pg_class c
+    left join leaf l on l.inhrelid = c.oid
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r'
+      -- By their ids, since the catalog of a server with many queues is large.
+      and c.oid = any (array(
+        select l.inhrelid from leaf l
+        union all
+        select k.oid from pg_catalog.pg_class k where p_queues is null and k.relnamespace = 'pgque'::regnamespace))
+  ), held as (
+    select h.queue_id
+    from heap h
+    join pg_catalog.pg_locks k on k.relation = h.oid
+    where k.locktype = 'relation' and k.mode = 'AccessExclusiveLock' and k.granted and k.pid is distinct from pg_catalog.pg_backend_pid()
+      and k.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+  )
+  select pg_catalog.jsonb_object_agg(s.queue_id, s.bytes)
+  from (
+    select p.queue_id, pg_catalog.sum(pg_catalog.pg_total_relation_size(p.oid)) as bytes
+    from heap p
+    where p.queue_id not in (select h.queue_id from held h)
+    group by p.queue_id
+  ) s
+$$;
+
+-- Returns the same; null if it has to wait for a lock.
+create or replace function pgque._sizes_soon(p_queues int[] default null) returns jsonb
+language plpgsql as $$
+declare
+  v_wait   text := pg_catalog.current_setting('lock_timeout');
+  v_sizes  jsonb;
+begin
+  perform pgque._hurry();
+  v_sizes := pgque._sizes(p_queues);
+  perform pg_catalog.set_config('lock_timeout', v_wait, true);
+  return v_sizes;
+exception
+  when lock_not_available then
+    return null;
+end
+$$;
+
+-- Returns the transaction of this database that has written for the longest time, if
+-- there is one.  hidden: whether there are writing transactions whose age the owner may
+-- not read.
+create or replace function pgque._oldest_writer(out who text, out gid text, out age interval, out hidden boolean) returns setof record
+language sql volatile as $$
+  select w.who, w.gid, pgque.clock() - w.since,
+    pg_catalog.bool_or(w.since is null) over () and not pg_catalog.pg_has_role(current_user, 'pg_read_all_stats', 'usage')
+  from (
+    select 'pid ' || a.pid || coalesce(' (' || nullif(pg_catalog.concat_ws(', ', 'role ' || a.usename, 'application ' || nullif(a.application_name, '')), '') || ')', '') as who,
+      null as gid, a.xact_start as since
+    from pg_catalog.pg_stat_activity a
+    where a.backend_xid is not null and a.datname = pg_catalog.current_database() and a.pid <> pg_catalog.pg_backend_pid()
+    union all
+    select pg_catalog.format('prepared by %I as %L', p.owner, p.gid), p.gid, p.prepared
+    from pg_catalog.pg_prepared_xacts p
+    where p.database = pg_catalog.current_database()
+  ) w
+  order by w.since
+  limit 1
+$$;
+
+-- Checks how many transaction ids are left before PostgreSQL refuses new ones (54000), so
+-- that nothing can be sent or delivered any more.  The same limit exists for ids of
+-- multixacts, which row locks use.  The check needs no id itself, so it also runs then.
+create or replace function pgque._health_ids(out status text, out detail text, out advice text)
+language plpgsql as $$
+declare
+  v_found   record;
+  v_holder  record;
+begin
+  -- PostgreSQL keeps the last three million ids for its repair, and warns below forty.
+  select d.datname, a.what, 2144483648 - a.age as free into v_found
+  from pg_catalog.pg_database d
+  cross join lateral (values ('transaction ids', age(d.datfrozenxid)), ('multixact ids', pg_catalog.mxid_age(d.datminmxid))) a (what, age)
+  order by a.age desc
+  limit 1;
+  status := case when v_found.free < 40000000 then 'fail' when v_found.free < 600000000 then 'warn' else 'ok' end;
+  detail := pg_catalog.format('%s are left: %s million of 2144 (database %I)', v_found.what, v_found.free / 1000000, v_found.datname);
+  if v_found.free <= 0 then
+    detail := pg_catalog.format('no %s are left (database %I): PostgreSQL refuses each transaction that writes (54000)', v_found.what, v_found.datname);
+  end if;
+  if status = 'ok' then
+    return;
+  end if;
+  -- Whatever keeps VACUUM from freezing rows comes first.
+  select h.* into v_holder
+  from (
+    select age(p.transaction) as age, pg_catalog.format('prepared transaction %L of database %I', p.gid, p.database) as who,
+      pg_catalog.format('rollback prepared %1$L (or commit prepared %1$L) in database %2$I', p.gid, p.database) as remedy
+    from pg_catalog.pg_prepared_xacts p
+    union all
+    select greatest(age(s.xmin), age(s.catalog_xmin)), pg_catalog.format('replication slot %I', s.slot_name),
+      case when s.active then 'let its receiver catch up, or end it and ' else '' end || pg_catalog.format('select pg_drop_replication_slot(%L)', s.slot_name)
+    from pg_catalog.pg_replication_slots s
+    union all
+    select greatest(age(a.backend_xid), age(a.backend_xmin)), pg_catalog.format('transaction of pid %s', a.pid), pg_catalog.format('select pg_terminate_backend(%s)', a.pid)
+    from pg_catalog.pg_stat_activity a
+    where a.pid <> pg_catalog.pg_backend_pid()
+  ) h
+  where h.age > 100000000
+  order by h.age desc
+  limit 1;
+  detail := detail || coalesce('; ' || v_holder.who || ' keeps them from being freed', '');
+  advice := coalesce('First: ' || v_holder.remedy || '. Then', 'Run')
+    || ' as a superuser: vacuumdb --all --freeze. If that does not help: "Preventing Transaction ID Wraparound Failures" in the manual of PostgreSQL';
+end
+$$;
+
+-- Returns the metrics of one queue.
+create or replace function pgque._queue_metrics(
+  p_queue pgque.queue, p_bytes numeric, out metric text, out queue text, out consumer text, out value double precision
+) returns setof record
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_last   pgque.tick := pgque._last_tick(p_queue);
+  v_now    timestamptz := pgque.clock();
+  v_back   record;
+  v_shown  int[];
+begin
+  select f.* into v_back from pgque._stragglers(p_queue.queue_id) f;
+  v_shown := array(select s.sub_id from unnest(v_back.subs) s);
+  return query
+    select m.metric, p_queue.queue_name, null::text, m.value::double precision
+    from (values
+      ('pgque_queue_events_total', coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0)::numeric),
+      ('pgque_queue_last_tick_id', v_last.tick_id),
+      ('pgque_queue_ticker_lag_seconds', extract(epoch from pgque.clock() - v_last.tick_time)),
+      ('pgque_queue_bytes', p_bytes),
+      ('pgque_queue_rotation_age_seconds', extract(epoch from pgque.clock() - p_queue.queue_switch_time)),
+      ('pgque_queue_retries', (select count(*) from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)),
+      ('pgque_queue_dead_letters', (
+        select count(*) from pgque.dead_letter d
+        where d.dl_queue_id = p_queue.queue_id and (d.dl_forward is null or d.dl_time < pgque.clock() - interval '1 minute'))),
+      ('pgque_queue_consumers', v_back.consumers),
+      ('pgque_queue_paused', p_queue.queue_paused::int),
+      -- The same as in _health_senders(), far from the limit.
+      ('pgque_queue_depth', case when v_back.consumers > 0 then coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_back.slowest_seq end),
+      ('pgque_queue_max_depth', nullif(p_queue.queue_max_depth, 0)),
+      ('pgque_queue_retention_seconds', extract(epoch from p_queue.queue_retention_period))
+    ) m (metric, value)
+    where m.value is not null;
+  return query
+    select 'pgque_messages_' || t.tal_what || '_total', p_queue.queue_name, c.co_name, sum(t.tal_count)::double precision
+    from pgque.tally t
+    left join pgque.subscriber s on s.sub_id = t.tal_sub and s.sub_id = any (v_shown)
+    left join pgque.consumer c on c.co_id = s.sub_consumer
+    where t.tal_queue = p_queue.queue_id
+    group by t.tal_what, c.co_name;
+  return query
+    select 'pgque_messages_in_flight', p_queue.queue_name, c.co_name, sum(h.messages)::double precision
+    from (
+      select (p.sub).sub_id, (o.lease).pos_done_count - o.settled as messages
+      from pgque._positions(p_queue.queue_id) p
+      cross join lateral pgque._held((p.sub).sub_id) o
+      where cardinality((p.pos).pos_open) > 0
+      union all
+      select s.sub_id, 1
+      from pgque.subscriber s
+      join pgque.retry_queue r on r.ev_owner = s.sub_id
+      where s.sub_queue = p_queue.queue_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now   -- by the index of held ones
+    ) h
+    left join pgque.subscriber s on s.sub_id = h.sub_id and s.sub_id = any (v_shown)
+    left join pgque.consumer c on c.co_id = s.sub_consumer
+    group by c.co_name;
+  return query
+    select m.metric, i.queue_name, i.consumer_name, m.value::double precision
+    from (
+      -- A consumer may have the name of a subconsumer of another one: a.b.
+      select distinct on (c.consumer_name) c.*
+      from pgque._consumers(p_queue, v_back.subs, v_back.positions, false, v_last) c
+      order by c.consumer_name, c.role = 'coop_member'
+    ) i
+    cross join lateral (values
+      ('pgque_consumer_lag_seconds', extract(epoch from i.lag)),
+      ('pgque_consumer_last_seen_seconds', extract(epoch from i.last_seen)),
+      ('pgque_consumer_pending_events', i.pending_events::numeric),
+      ('pgque_consumer_skipped_events_total', i.skipped_events::numeric),
+      ('pgque_consumer_open_batch', (i.current_batch is not null)::int::numeric)
+    ) m (metric, value)
+    where m.value is not null;
+end
+$$;
+
+create or replace function pgque.metrics(out metric text, out queue text, out consumer text, out value double precision) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+declare
+  v_sizes  jsonb := pgque._sizes_soon();
+begin
+  return query
+    select 'pgque_dead_tuples', null::text, null::text, coalesce(sum(t.n_dead_tup), 0)::double precision
+    from pg_stat_all_tables t where t.schemaname = 'pgque';
+  return query
+    select 'pgque_oldest_transaction_seconds', null::text, null::text, coalesce(extract(epoch from w.age), 0)::double precision
+    from (select) one
+    left join pgque._oldest_writer() w on true
+    where (w.hidden and w.age is null) is not true;
+  return query
+    select 'pgque_recurring_messages', null::text, null::text, count(*)::double precision from pgque.recurring;
+  return query
+    select 'pgque_recurring_failing', null::text, null::text, count(*)::double precision from pgque._recurring_health() h where h.status <> 'ok';
+  return query
+    select 'pgque_schema_bytes', null::text, null::text, sum(s.value::numeric)::double precision from jsonb_each_text(v_sizes) s having v_sizes is not null;
+  return query select m.* from pgque._metrics_of(pgque._some_queues(array(select q.queue_id from pgque.queue q), 1), v_sizes) m;
+end
+$$;
+comment on function pgque.metrics() is
+  'Returns figures for a monitoring system, one a row: metric, queue, consumer, value. If a queue has more than 100 consumers '
+  '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
+  'tables: it leaves out the figures of their queues. If the server has no room for the locks of all queues (one a queue, see '
+  'max_locks_per_transaction), the call leaves out some queues, chosen at random.';
+
+create or replace function pgque.metrics(
+  queue_name text, caller pgque.caller default current_user, out metric text, out queue text, out consumer text, out value double precision
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+declare
+  v_queues  int[] := pgque._some_queues(pgque._visible($1, caller), 1);
+begin
+  return query select m.* from pgque._metrics_of(v_queues, pgque._sizes_soon(v_queues)) m;
+end
+$$;
+comment on function pgque.metrics(text, pgque.caller) is
+  'Returns those figures of metrics() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
+
+-- Returns the metrics of some queues, in the order of their names; p_sizes as _sizes()
+-- returns it.
+create or replace function pgque._metrics_of(
+  p_queues int[], p_sizes jsonb, out metric text, out queue text, out consumer text, out value double precision
+) returns setof record
+language plpgsql as $$
+declare
+  v_queue  pgque.queue;
+begin
+  for v_queue in select q.* from pgque.queue q where q.queue_id = any (p_queues) order by q.queue_name loop
+    continue when not p_sizes ? v_queue.queue_id::text or pgque._missing_leaf(v_queue.queue_id) is not null;
+    begin
+      perform pgque._hurry();
+      return query select f.* from pgque._queue_metrics(v_queue, (p_sizes ->> v_queue.queue_id::text)::numeric) f;
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' or lock_not_available then
+        null;
+      when others then
+        if not pgque._is_gone(v_queue.queue_id) then
+          raise;
+        end if;   -- else the queue was dropped meanwhile
+    end;
+  end loop;
+end
+$$;
+
+-- Returns the queue of that name, or with null all queues that the caller has a right
+-- to.
+create or replace function pgque._visible(p_queue text, p_caller name) returns int[]
+language plpgsql as $$
+begin
+  if p_queue is not null then
+    return array[(pgque._queue(p_queue, p_caller, 'see')).queue_id];
+  end if;
+  return array(select q.queue_id from pgque.queue q where pgque._may(p_caller, 'see', q.queue_id));
+end
+$$;
+
+-- Returns as many of these queues as the server has locks for, chosen at random.
+-- Reading the last value of a sequence locks it until the transaction ends.  p_locks:
+-- the number of such locks for each queue.
+create or replace function pgque._some_queues(p_queues int[], p_locks int) returns int[]
+language sql as $$
+  select case when pg_catalog.cardinality(p_queues) <= pgque._lock_room() / p_locks then p_queues else array(
+    select q.id from pg_catalog.unnest(p_queues) q (id) order by pg_catalog.random() limit pgque._lock_room() / p_locks) end
+$$;
+
+-- Checks one queue, for _queue_health().
+create or replace function pgque._health_tables(p_queue pgque.queue, out status text, out detail text, out advice text)
+language plpgsql as $$
+declare
+  v_missing  text := pgque._missing_leaf(p_queue.queue_id);
+begin
+  status := 'ok';
+  detail := 'all six tables are there';
+  if v_missing is not null then
+    status := 'fail';
+    detail := format('table %s is missing', v_missing);
+    advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', p_queue.queue_name);
+  elsif p_queue.queue_restored then
+    detail := pgque._lacks(p_queue);
+    status := case when detail is null then 'warn' else 'fail' end;
+    advice := case when detail is null then format('select pgque.ticker(%L)', p_queue.queue_name) else pgque._restore_advice() end;
+    detail := coalesce('the queue was loaded from a dump that is not complete, so it neither ticks nor takes messages: ' || detail,
+      'the queue was loaded from a dump and was not used since');
+  end if;
+end
+$$;
+
+-- Far from the limit the depth is computed from the ids, as in _room().  Near it the
+-- messages are counted, except for queues with many consumers.
+create or replace function pgque._health_senders(
+  p_queue pgque.queue, p_consumers bigint, p_slowest text, p_slowest_seq bigint, out status text, out detail text, out advice text
+)
+language plpgsql as $$
+declare
+  v_crowd  boolean := p_consumers > pgque._most_consumers();
+  v_warn   numeric := p_queue.queue_max_depth * coalesce(nullif(p_queue.queue_health_depth_warn, 0), 100) / 100.0;
+  v_depth  bigint;
+begin
+  if p_queue.queue_max_depth > 0 and p_consumers > 0 then
+    v_depth := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0)
+      - least(p_slowest_seq, (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id));
+    if v_depth >= v_warn and not v_crowd then
+      v_depth := pgque._depth(p_queue.queue_id);
+    end if;
+  end if;
+  status := case
+    when v_depth >= p_queue.queue_max_depth and not v_crowd then 'fail'
+    when p_queue.queue_paused or v_depth >= v_warn then 'warn'
+    else 'ok'
+  end;
+  detail := concat_ws(', ', case when p_queue.queue_paused then 'paused: send is refused' else 'open' end,
+    case when v_depth >= v_warn then 'depth ' else 'depth at most ' end || v_depth || ' of max_depth ' || p_queue.queue_max_depth);
+  advice := nullif(concat_ws('; ',
+    case when p_queue.queue_paused then format('select pgque.resume(%L)', p_queue.queue_name) end,
+    case when v_depth >= v_warn then
+      format('Start the slowest consumer%s, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')',
+        ' (' || p_slowest || ')', p_queue.queue_name, 2 * p_queue.queue_max_depth) end), '');
+end
+$$;
+
+create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, out status text, out detail text, out advice text)
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+declare
+  v_waits  interval;   -- how long a message has waited for a tick
+begin
+  if pgque._tick_reason(p_queue, p_last, pg_current_snapshot()) = 'events' then
+    -- The seal or the purge of a message with a key is no message.
+    execute format('select $1 - greatest($2, e.ev_time) from (%s) e where (e.ev_owner < 0) is not true limit 1',
+      pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, pg_current_snapshot())))
+    into v_waits using pgque.clock(), p_last.tick_time;
+    if p_last.tick_time > pgque.clock() then
+      v_waits := p_last.tick_time - pgque.clock();   -- the clock was set back
+    end if;
+  end if;
+  status := case
+    when v_waits > nullif(p_queue.queue_health_tick_fail, '0') then 'fail'
+    when v_waits > nullif(p_queue.queue_health_tick_warn, '0') or p_queue.queue_ticker_paused then 'warn'
+    else 'ok'
+  end;
+  detail := format('last tick %s, %s ago', p_last.tick_id, date_trunc('milliseconds', pgque.clock() - p_last.tick_time))
+    || coalesce(', messages have waited for the next one for ' || date_trunc('milliseconds', v_waits), '');
+  advice := case
+    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', p_queue.queue_name)
+    when status = 'ok' then null
+    when p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', p_queue.queue_name)
+    when pgque._has_cron() then 'See the advice of the check ticker.'
+    else 'Start the ticker beside the server: pgque ticker.'
+  end;
+end
+$$;
+
+create or replace function pgque._health_consumers(
+  p_queue pgque.queue, p_last pgque.tick, p_consumers bigint, p_subs pgque.subscriber[], p_positions pgque.position[], p_cause text,
+  out status text, out detail text, out advice text
+)
+language plpgsql as $$
+declare
+  v_soon    interval := 0.8 * p_queue.queue_retention_period;
+  v_late    record;   -- the consumer whose oldest pending message is oldest
+  v_unread  bigint;
+begin
+  status := 'ok';
+  if p_consumers = 0 then
+    detail := 'no consumer';
+    execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
+    if v_unread > 0 then
+      status := 'warn';
+      detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
+      advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
+        p_queue.queue_name);
+    end if;
+    return;
+  end if;
+  select c.consumer_name, c.lag into v_late
+  from pgque._consumers(p_queue, p_subs, p_positions, false, p_last) c
+  order by c.lag desc, c.consumer_name
+  limit 1;
+  status := case
+    when v_late.lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
+    when v_late.lag > least(nullif(p_queue.queue_health_pending_warn, '0'), v_soon) then 'warn'
+    else 'ok'
+  end;
+  detail := case when p_consumers = 1 then '1 consumer, ' else p_consumers || ' consumers, ' end
+    || case when v_late.lag > '0' then format('oldest message pending for consumer %s: %s', v_late.consumer_name, date_trunc('milliseconds', v_late.lag))
+      else 'nothing pending' end;
+  if status <> 'ok' then
+    advice := concat_ws(' ',
+      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.set_queue_config(%L, ''retention_period'', %L).',
+        p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
+      case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
+        else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', v_late.consumer_name, p_queue.queue_name)
+      end,
+      case when v_late.lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
+  end if;
+end
+$$;
+
+-- The owner's index finds those that are due (hence + 0): a queue may have many others.
+create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], out status text, out detail text, out advice text)
+language plpgsql as $$
+declare
+  v_now   timestamptz := pgque.clock();
+  v_due   record;
+  v_wait  bigint;
+begin
+  select count(*) as n, v_now - min(r.ev_retry_after) as overdue into v_due
+  from pg_catalog.unnest(p_pumped) o (id)
+  join pgque.retry_queue r on r.ev_owner = o.id
+  where r.ev_queue + 0 = p_queue.queue_id and r.ev_retry_after < v_now;
+  select count(*) into v_wait
+  from pgque.subscriber s
+  join pgque.retry_queue r on r.ev_owner = s.sub_id
+  where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= v_now;
+  status := case when v_due.overdue > interval '1 minute' then 'fail' when v_due.overdue > interval '5 seconds' then 'warn' else 'ok' end;
+  detail := v_due.n || ' due' || case when v_wait > 0 then pg_catalog.format(', %s wait for their consumers', v_wait) else '' end;
+  advice := case when v_due.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end;
+end
+$$;
+
+-- Checks whether workers have had messages for much longer than a lease lasts: the
+-- lease was extended again and again, or is long.  Leased messages are not pending, so
+-- no other check shows them.
+create or replace function pgque._health_leases(
+  p_queue pgque.queue, p_subs pgque.subscriber[], out status text, out detail text, out advice text
+)
+language plpgsql as $$
+declare
+  v_now   timestamptz := pgque.clock();
+  v_long  interval := greatest(10 * p_queue.queue_visibility_timeout, nullif(p_queue.queue_health_pending_fail, '0'));
+  v_held  record;   -- the oldest one
+begin
+  select pgque._subscriber_name(s) as consumer, h.worker, v_now - h.since as age into v_held
+  from pg_catalog.unnest(p_subs) s
+  cross join lateral (
+    select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._held(s.sub_id) o where o.until > v_now
+    union all
+    select l.pos_worker, l.pos_time
+    from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now) b
+    cross join lateral pgque._lease(s.sub_id, b.id) l
+  ) h
+  where s.sub_role = 'pool'
+  order by h.since
+  limit 1;
+  status := case when v_held.age > v_long and p_queue.queue_health_pending_fail > '0' then 'warn' else 'ok' end;
+  detail := case when v_held.age is null then 'no worker holds a lease'
+    else pg_catalog.format('worker %s of consumer %s has held a lease for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
+  advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it and release its messages: select pgque.reclaim(%L, %L, %L)',
+    p_queue.queue_name, v_held.consumer, v_long) end;
+end
+$$;
+
+-- Returns all checks of one queue; no row if it was dropped meanwhile.  p_pumped: see
+-- _pumped().
+create or replace function pgque._queue_health(
+  p_queue pgque.queue, p_pumped int[], out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language plpgsql as $$
+declare
+  v_last     pgque.tick;
+  v_back     record;
+  v_ticks    record;
+  v_retries  record;
+begin
+  check_name := 'tables';
+  queue := p_queue.queue_name;
+  select h.* into status, detail, advice from pgque._health_tables(p_queue) h;
+  if status = 'fail' and not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
+    return;
+  end if;
+  return next;
+  if status <> 'ok' then
+    return;
+  end if;
+
+  -- A lock on any of these tables prevents ticks or rotation of the queue.
+  execute format('lock table pgque.tick_%1$s_0, pgque.tick_%1$s_1, pgque.tick_%1$s_2 in access share mode', p_queue.queue_id);
+  if not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
+    perform pgque._no_queue(p_queue.queue_name);   -- a session that waited for the lock may have waited for a DROP of the queue
+  end if;
+  v_last := pgque._last_tick(p_queue);
+  select f.* into v_back from pgque._stragglers(p_queue.queue_id) f;
+  return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_back.slowest, v_back.slowest_seq) h;
+  v_ticks := pgque._health_ticks(p_queue, v_last);
+  return query select 'ticks', queue, v_ticks.status, v_ticks.detail, v_ticks.advice;
+  return query
+    select 'rotation', queue, case when r.late then 'warn' else 'ok' end,
+      format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_back.slowest, '(none)')),
+      case when r.late then 'Let the slowest consumer catch up, or unsubscribe it. Release the batches that its workers hold (list_workers) with reclaim(). End the sessions that lock the queue''s tables (pg_dump, an open transaction)'
+        || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end
+    from (
+      select pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
+        and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 as late
+      offset 0
+    ) r;
+  v_retries := pgque._health_retries(p_queue, p_pumped);
+  return query
+    select 'consumers', queue, h.*
+    from pgque._health_consumers(p_queue, v_last, v_back.consumers, v_back.subs, v_back.positions,
+      case when v_ticks.status <> 'ok' then 'ticks' when v_retries.status <> 'ok' then 'retries' end) h;
+  return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice;
+  return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs) h;
+  return query
+    select 'dead letters', queue, case when d.n + d.waiting > 0 then 'warn' else 'ok' end,
+      d.n || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
+      case
+        when d.n > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue)
+        when d.waiting > 0 then 'Resume the queue that dead_letter_queue names, raise its max_depth, or start its consumers.'
+      end
+    from (
+      select count(*) filter (where l.dl_forward is null) as n, max(l.dl_time) filter (where l.dl_forward is null) as newest,
+        count(*) filter (where l.dl_forward is not null and l.dl_time < pgque.clock() - interval '1 minute') as waiting
+      from pgque.dead_letter l
+      where l.dl_queue_id = p_queue.queue_id
+    ) d;
+end
+$$;
+
+-- Returns the checks of some queues, in the order of their names.
+create or replace function pgque._health_of(
+  p_queues int[], out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language plpgsql as $$
+declare
+  v_queue    pgque.queue;
+  v_queues   int[] := pgque._some_queues(p_queues, 2);
+  v_pumped   int[] := array(select o.id from pgque._pumped() o (id));
+begin
+  if cardinality(v_queues) < cardinality(p_queues) then
+    check_name := 'queues';
+    status := 'warn';
+    detail := format('%s of %s queues are checked, chosen at random: the server has no room for more locks', cardinality(v_queues), cardinality(p_queues));
+    advice := 'Raise max_locks_per_transaction, or check one queue at a time: select * from pgque.health(queue).';
+    return next;
+  end if;
+  for v_queue in select q.* from pgque.queue q where q.queue_id = any (v_queues) order by q.queue_name loop
+    begin
+      perform pgque._hurry();
+      return query select h.* from pgque._queue_health(v_queue, v_pumped) h;
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+      when lock_not_available then
+        check_name := 'tables'; queue := v_queue.queue_name;
+        detail := 'locked by ' || pgque._lockers(v_queue.queue_id, true);
+        status := case when detail is null then 'warn' else 'fail' end;
+        advice := case when detail is null then 'Check again. If the lock stays, find its session in pg_locks, among the tables of schema pgque.'
+          else 'End that transaction, or wait for its end (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed). Until then the queue has no tick and no rotation.' end;
+        detail := coalesce(detail, 'a table that the queues share was locked');
+        return next;
+      when others then
+        if not pgque._is_gone(v_queue.queue_id) then
+          raise;
+        end if;   -- else the queue was dropped meanwhile
+    end;
+  end loop;
+end
+$$;
+
+-- Checks whether roles have rights on objects of pgque that neither pgque nor its
+-- documents grant: a restore into a database with default privileges gives such rights,
+-- and so does an administrator.  A command names all objects of a kind if pgque itself
+-- grants the role no such right on any of them, else at most 50 objects: the next check
+-- names the rest.
+create or replace function pgque._health_rights(out status text, out detail text, out advice text)
+language plpgsql set enable_seqscan = on set jit = off as $$
+begin
+  with every as materialized (
+    select r.class_id, r.object_id, r.right_name, r.is_grantable, r.is_ours, r.is_told,
+      case r.kind when 'procedure' then 'function' else r.kind end as kind,
+      case r.grantee when 0 then 'public' else r.grantee::regrole::text end as role_name,
+      (select ' (' || pg_catalog.quote_ident(a.attname) || ')' from pg_catalog.pg_attribute a
+       where r.column_id > 0 and a.attrelid = r.object_id and a.attnum = r.column_id) as column_name
+    from pgque._rights() r
+    where r.is_granted
+  ),
+  others as materialized (
+    select e.*, e.kind in ('table', 'sequence', 'function') and not exists (
+      select from every k
+      where (k.is_ours or k.is_told) and k.role_name = e.role_name and k.kind = e.kind and k.right_name = e.right_name) as everywhere
+    from every e
+    where not e.is_ours and not e.is_told or e.is_ours and e.is_grantable
+  ),
+  roles as (
+    select o.role_name, pg_catalog.format('%s: %s on %s %s%s (%s%s)', o.role_name, pg_catalog.string_agg(distinct o.right_name, ', '),
+      count(distinct o.object_id), o.kind, case when count(distinct o.object_id) > 1 then 's' end,
+      pgque._object_name(min(o.class_id), min(o.object_id)), case when count(distinct o.object_id) > 1 then ', …' end) as text
+    from others o
+    group by o.role_name, o.kind
+  ),
+  objects as (
+    select o.role_name, o.kind, pgque._object_name(o.class_id, o.object_id) as object_name, o.is_ours,
+      pg_catalog.string_agg(o.right_name || coalesce(o.column_name, ''), ', ' order by o.right_name, o.column_name) as rights,
+      pg_catalog.bool_or(o.is_grantable) as is_grantable
+    from others o
+    where not o.everywhere
+    group by o.role_name, o.kind, o.class_id, o.object_id, o.is_ours
+  ),
+  commands as (
+    select o.role_name, o.kind, pg_catalog.format('revoke %s on all %ss in schema pgque from %s%s',
+      pg_catalog.string_agg(distinct o.right_name, ', '), case o.kind when 'function' then 'routine' else o.kind end, o.role_name,
+      case when pg_catalog.bool_or(o.is_grantable) then ' cascade' end) as text
+    from others o
+    where o.everywhere
+    group by o.role_name, o.kind
+    union all
+    select o.role_name, o.kind, pg_catalog.format('revoke %s%s on %s %s from %s%s', case when o.is_ours then 'grant option for ' end, o.rights,
+      case o.kind when 'function' then 'routine' else o.kind end,
+      pg_catalog.array_to_string((pg_catalog.array_agg(o.object_name order by o.object_name))[:50], ', '), o.role_name,
+      case when pg_catalog.bool_or(o.is_grantable) then ' cascade' end)
+    from objects o
+    group by o.role_name, o.kind, o.rights, o.is_ours
+  )
+  select (select pg_catalog.string_agg(r.text, '; ' order by r.text) from roles r),
+    (select pg_catalog.string_agg(c.text, '; ' order by c.role_name, c.kind, c.text) from commands c)
+  into detail, advice;
+  status := case when detail is null then 'ok' else 'warn' end;
+  detail := coalesce(detail, 'no role has rights on the objects of pgque that pgque did not grant');
+  advice := 'Let these roles use pgque''s own roles or grant_queue(). Then revoke: ' || advice;
+end
+$$;
+
+create or replace function pgque.health(
+  queue_name text, caller pgque.caller default current_user, out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+declare
+  v_queues  int[] := pgque._visible($1, caller);
+begin
+  return query select h.* from pgque._health_of(v_queues) h;
+  return query
+    select h.*
+    from pgque._recurring_health() h
+    where h.queue in (select q.queue_name from pgque.queue q where q.queue_id = any (v_queues));
+end
+$$;
+comment on function pgque.health(text, pgque.caller) is
+  'Returns those checks of health() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
+
+create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+declare
+  v_found  record;
+  v_cron   record;
+begin
+  check_name := 'ticker'; queue := null;
+  select bool_or(s.status = 'running') filter (where s.component = 'ticker') as runs, max(s.detail) filter (where s.component = 'ticker') as detail,
+    max(s.status) filter (where s.component = 'scheduler') as scheduler
+  into v_found from pgque.status() s;
+  select c.failure, c.remedy into v_cron from pgque._cron_failure() c;
+  status := case when v_found.scheduler = 'failing' then 'fail' when v_found.runs then 'ok' else 'warn' end;
+  detail := case when v_found.scheduler <> 'failing' then v_found.detail else concat(case when not v_found.runs then 'no loop runs: ' end, v_cron.failure) end;
+  advice := case
+    when v_found.scheduler = 'failing' then v_cron.remedy
+    when v_found.runs then null
+    when v_found.scheduler = 'scheduled' then 'Check again in a minute. If no loop runs then: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
+    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. Or have a scheduler call ticker() and maint().'
+    else 'select pgque.start(). Or have a scheduler call ticker() and maint().'
+  end;
+  if pg_is_in_recovery() then
+    check_name := 'standby'; status := 'ok'; advice := null;
+    detail := 'this server is a standby: its queues follow the primary, which runs the ticker';
+  end if;
+  -- If queues wait for the ticker, its check is before theirs.
+  return query
+    with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
+    waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
+    select f.check_name, f.queue, f.status, f.detail, f.advice
+    from (
+      select health.check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
+        health.detail || case when health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
+        health.advice, 0 as ordinality
+      from waits w
+      union all
+      select f.* from found f
+    ) f
+    order by f.ordinality;
+
+  return query select h.* from pgque._recurring_health() h;
+
+  detail := pgque._loading();
+  if detail is not null then
+    check_name := 'restore'; queue := null;
+    status := 'fail';
+    detail := 'this database was loaded from a dump that is not complete, so queues neither tick nor take messages: ' || detail;
+    advice := pgque._restore_advice();
+    return next;
+  end if;
+
+  -- In a column, an index or a type, a value of type caller is a right that can be
+  -- passed on.
+  check_name := 'stored callers'; queue := null;
+  select string_agg(pg_describe_object(d.classid, d.objid, d.objsubid), ', ' order by d.classid, d.objid, d.objsubid) as objects into v_found
+  from pg_depend d
+  left join pg_proc p on d.classid = 'pg_proc'::regclass and p.oid = d.objid
+  where d.refclassid = 'pg_type'::regclass and d.refobjid in ('pgque.caller'::regtype, 'pgque.caller[]'::regtype)
+    and d.deptype <> 'i' and d.classid not in ('pg_constraint'::regclass, 'pg_rewrite'::regclass)
+    and p.pronamespace is distinct from 'pgque'::regnamespace;
+  status := case when v_found.objects is null then 'ok' else 'fail' end;
+  detail := coalesce('these can hold a value of type pgque.caller: ' || v_found.objects, 'none');
+  advice := case when v_found.objects is not null then
+    'Drop them. Every role that can read a stored caller can act as the role that stored it, and a dump of them cannot be restored.' end;
+  return next;
+
+  check_name := 'rights'; queue := null;
+  if pgque._loading() is null then
+    select h.* into status, detail, advice from pgque._health_rights() h;
+  else
+    -- pg_restore grants and revokes at the end.
+    status := 'ok'; detail := 'not checked while a dump is being loaded'; advice := null;
+  end if;
+  return next;
+
+  check_name := 'open transactions'; queue := null;
+  select w.who, w.gid, w.age, w.hidden into v_found from pgque._oldest_writer() w;
+  status := case when v_found.age > interval '1 hour' then 'warn' else 'ok' end;
+  detail := coalesce(nullif(concat_ws('; ',
+    'oldest writing transaction: ' || v_found.who || ', ' || date_trunc('seconds', v_found.age),
+    case when v_found.hidden then 'other transactions write, and their age is hidden from ' || current_user end), ''), 'none');
+  advice := nullif(concat_ws(' ',
+    case when status <> 'ok' then 'Its messages are delivered when it commits, and the tables that it used are not emptied before. Other messages are not delayed.' end,
+    case when status <> 'ok' and v_found.gid is not null then format('End the prepared transaction: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
+    case when v_found.hidden then format('To see their age: grant pg_read_all_stats to %I.', current_user) end), '');
+  return next;
+
+  check_name := 'transaction ids';
+  select h.* into status, detail, advice from pgque._health_ids() h;
+  return next;
+
+  check_name := 'notifications';
+  status := case when pg_notification_queue_usage() < 0.5 then 'ok' else 'fail' end;
+  detail := format('the server''s queue of notifications is %s %% full', round(100 * pg_notification_queue_usage()));
+  advice := case when status <> 'ok' then
+    'End the session that listens within an open transaction: the server''s log names it. Until then ticks do not notify, and consumers find messages at their next poll.' end;
+  return next;
+end
+$$;
+comment on function pgque.health() is
+  'Returns one check a row: status (ok, warn or fail), detail (what was found) and advice (what to do). The settings health_* of a queue are its '
+  'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues (two a queue, see '
+  'max_locks_per_transaction), some queues are checked, chosen at random, and the check queues says so.';
