@@ -281,7 +281,7 @@ language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1
 -- PQ099.  The locks of the block are released; variables and returned rows stay.
 -- Without this, a transaction that reads all queues would need more locks than a server
 -- has.  (Not PQ000: a handler for a code that ends in 000 catches the whole class.)
-create or replace function pgque._let_go() returns void
+create or replace function pgque._undo_block() returns void
 language plpgsql as $$
 begin
   raise exception sqlstate 'PQ099';
@@ -294,7 +294,7 @@ $$;
 -- whole.  It also starts again if another session has changed the catalog row that the
 -- statement changes: a GRANT and a TRUNCATE of one table do not wait for each other, and
 -- the second one fails.
-create or replace function pgque._insist(p_statement text) returns void
+create or replace function pgque._execute_insistently(p_statement text) returns void
 language plpgsql as $$
 declare
   v_wait      text := pg_catalog.current_setting('lock_timeout');
@@ -1633,7 +1633,7 @@ declare
 begin
   perform pgque._check_queue_name($1);
   v_new := pgque._create_queue($1, $2);
-  perform pgque._did('create_queue', $1, nullif($2, '{}')) where v_new = 1;
+  perform pgque._record_action('create_queue', $1, nullif($2, '{}')) where v_new = 1;
   return v_new;
 end
 $$;
@@ -1743,7 +1743,7 @@ begin
       || 'queue_own = pgque._own_settings(q.queue_own, $2), queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
     using v_queue.queue_id, alter_queue.config;
     perform pgque._note_expiring(v_queue.queue_id), pgque._note_unarchived(v_queue.queue_id);
-    perform pgque._did('alter_queue', v_queue.queue_name, alter_queue.config);
+    perform pgque._record_action('alter_queue', v_queue.queue_name, alter_queue.config);
   end if;
   return cardinality(v_settings.columns);
 exception
@@ -1931,7 +1931,7 @@ begin
   execute format('update pgque.queue q set %I = %s, queue_xid = pgque._queue_xid(q) where not q.queue_own ? %L', v_column, v_value, v_param);
   get diagnostics v_count = row_count;
   perform pgque._note_expiring(q.queue_id), pgque._note_unarchived(q.queue_id) from pgque.queue q;
-  perform pgque._did('set_default_config', null, jsonb_build_object(v_param, $2));
+  perform pgque._record_action('set_default_config', null, jsonb_build_object(v_param, $2));
   return v_count;
 exception
   when data_exception or check_violation then
@@ -1955,7 +1955,7 @@ begin
   update pgque.queue q set queue_name = $2, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
   update pgque.recurring r set rec_queue = $2, rec_xid = case when r.rec_restored then r.rec_xid else pgque._mark() end
   where r.rec_queue = v_queue.queue_name;
-  perform pgque._did('rename_queue', v_queue.queue_name, jsonb_build_object('new_name', $2));
+  perform pgque._record_action('rename_queue', v_queue.queue_name, jsonb_build_object('new_name', $2));
   return 1;
 exception
   when unique_violation then
@@ -1972,7 +1972,7 @@ declare
   v_queue  pgque.queue := pgque._queue(pause.queue_name, caller, 'admin');
 begin
   update pgque.queue q set queue_paused = true, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
-  perform pgque._did('pause', v_queue.queue_name);
+  perform pgque._record_action('pause', v_queue.queue_name);
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
@@ -1984,7 +1984,7 @@ declare
   v_queue  pgque.queue := pgque._queue(resume.queue_name, caller, 'admin');
 begin
   update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
-  perform pgque._did('resume', v_queue.queue_name);
+  perform pgque._record_action('resume', v_queue.queue_name);
 end
 $$;
 comment on function pgque.resume(text, pgque.caller) is 'Resumes a paused queue. Errors: PQ001 no such queue.';
@@ -2026,7 +2026,7 @@ $$;
 -- Keeps a queue from being dropped until the transaction ends, for a row that names it
 -- in another table: PQ001 if it was dropped.  Without this, a dropped queue would leave
 -- rows behind.  A drop in a transaction with an old snapshot may still leave some, and
--- maintenance deletes them (_sweep).
+-- maintenance deletes them (_empty_side_tables).
 create or replace function pgque._need_queue(p_queue_id int) returns void
 language plpgsql as $$
 begin
@@ -2060,7 +2060,7 @@ begin
   perform pgque._drop_archive(p_queue_id, null);
   delete from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null;
   delete from pgque.subscriber s where s.sub_queue = p_queue_id;
-  perform pgque._forget_positions();
+  perform pgque._delete_positions();
   delete from pgque.retry_queue r where r.ev_queue = p_queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id;
   delete from pgque.queue_right r where r.right_queue = p_queue_id;
@@ -2090,8 +2090,8 @@ begin
     perform pgque._need_read_committed('drop_queue() without force');
     perform pgque._need_unused(v_queue);
   end if;
-  perform pgque._insist(format('select pgque._drop_queue(%s, %L, %L)', v_queue.queue_id, v_queue.queue_name, drop_queue.force));
-  perform pgque._did('drop_queue', v_queue.queue_name, jsonb_build_object('force', drop_queue.force));
+  perform pgque._execute_insistently(format('select pgque._drop_queue(%s, %L, %L)', v_queue.queue_id, v_queue.queue_name, drop_queue.force));
+  perform pgque._record_action('drop_queue', v_queue.queue_name, jsonb_build_object('force', drop_queue.force));
   return 1;
 end
 $$;
@@ -2261,7 +2261,7 @@ begin
           format('As a superuser, or as the role that created pgque_user: grant pgque_user to %I with admin option; then call grant_queue() again.', current_user), sqlerrm);
     end;
   end if;
-  perform pgque._did('grant_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3));
+  perform pgque._record_action('grant_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3));
   return 1;
 end
 $$;
@@ -2280,7 +2280,7 @@ declare
 begin
   delete from pgque.queue_right r where r.right_queue = v_queue and r.right_role = v_role and ($3 is null or r.right_name = $3);
   get diagnostics v_count = row_count;
-  perform pgque._did('revoke_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3)) where v_count > 0;
+  perform pgque._record_action('revoke_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -3096,7 +3096,7 @@ begin
   perform pgque._forward_letters();
   for v_id in select q.queue_id from pgque.queue q order by case when not v_all then random() end, q.queue_id loop
     exit when v_room < 8;
-    if (pgque._look_at(row(v_id, 0, 0, '-infinity', false, false))).ticked then
+    if (pgque._check_queue(row(v_id, 0, 0, '-infinity', false, false))).ticked then
       v_count := v_count + 1;
       v_room := v_room - 6;
     end if;
@@ -3120,7 +3120,7 @@ comment on function pgque.ticker() is
 -- So no row with an older id is outstanding once no other session has that lock.  (A
 -- row that enters the log under an old id takes an unused one too.)
 --
--- Returned values reflect the moment of the call, before _look_at() takes its snapshot.
+-- Returned values reflect the moment of the call, before _check_queue() takes its snapshot.
 -- ticked means that the queue was settled before, so it gets an idle or forced tick at
 -- most.  Queues that may have messages are first, then forced ticks, then idle ones.  A
 -- queue that is being dropped (its sequences are locked) is left out.  If a sequence is
@@ -3200,7 +3200,7 @@ $$;
 -- the queue then.  It does not wait for another ticker, and only briefly for a locked
 -- table.  A broken queue causes a warning, and its settled is null.  A check without a
 -- tick keeps no locks but those of the two sequences.
-create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
+create or replace function pgque._check_queue(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set jit = off as $$
 declare
   v_queue  pgque.queue;
@@ -3215,7 +3215,7 @@ begin
     -- Without a warning a second for each queue: maint_tables() warns.
     p_look.settled := null;
     p_look.tick_time := pgque.clock();
-    perform pgque._let_go();
+    perform pgque._undo_block();
   end if;
   -- A loop that has just begun does not know the last tick.
   v_tick := pgque._tick_if_due(v_queue.queue_id, false, p_look.tick_time is null);
@@ -3225,7 +3225,7 @@ begin
   p_look.tick_seq := coalesce(v_tick.new_id, p_look.tick_seq);   -- a tick sets the sequence
   -- Many ticks fill their table long before the rotation period has passed.
   perform pgque._maint_operation('pgque.maint_rotate_tables_step1', v_queue.queue_name) where v_tick.new_id % 1000 = 0;
-  perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
+  perform pgque._undo_block() where not p_look.ticked and not v_queue.queue_restored;
   return p_look;
 exception
   when sqlstate 'PQ099' then
@@ -3750,13 +3750,13 @@ $$;
 -- Copies a subscriber's newest row to a leaf, if it is not there.  The row is also the
 -- record of the subscriber's batch: the lock of a pool's batch is taken too, so that an
 -- ack that is not committed yet is not left behind.
-create or replace function pgque._carry_over(p_position pgque.position, p_leaf int) returns void
+create or replace function pgque._copy_position(p_position pgque.position, p_leaf int) returns void
 language sql as $$
   insert into pgque.position
   select (pgque._in_leaf(p_position, p_leaf)).*
   from pgque.subscriber s
   where s.sub_id = p_position.pos_sub and (pgque._position_in(s.sub_id, p_leaf)).pos_sub is null
-    and (p_position.pos_batch is null or pgque._hold_batches(s, array[p_position.pos_batch]) <> '{}')
+    and (p_position.pos_batch is null or pgque._try_lock_batches(s, array[p_position.pos_batch]) <> '{}')
   on conflict do nothing
 $$;
 
@@ -3812,7 +3812,7 @@ language sql immutable as $$ select case when p_due @> p_now then pg_catalog.low
 
 -- Returns p_due after a look at p_now, which found p_first as the first message that is
 -- due; null: none.
-create or replace function pgque._looked(p_due tstzrange, p_now timestamptz, p_first timestamptz default null) returns tstzrange
+create or replace function pgque._due_after(p_due tstzrange, p_now timestamptz, p_first timestamptz default null) returns tstzrange
 language sql stable as $$
   select pg_catalog.tstzrange(least(p_first, p_now - interval '1 second'), case when p_due @> p_now then pg_catalog.upper(p_due) else p_now + interval '5 seconds' end)
 $$;
@@ -3898,7 +3898,7 @@ $$;
 -- lease, a nack or a release) is in the retry queue, and is leased from there.
 -- ev_retry_after is when it may be delivered, ev_batch its last batch.  A delivery
 -- overwrites ev_batch, and from then on the old batch id is no longer valid.  The
--- exception are consumers that are read by offsets: see _pumped().
+-- exception are consumers that are read by offsets: see _pump_owners().
 --
 -- Locks:
 --   * Deliveries of one consumer lock the subscriber's row.
@@ -3950,7 +3950,7 @@ $$;
 -- with one lock, or, if another session works with one of them, at most p_most of them
 -- one by one; null: as many as half of the server's room for locks.  The caller holds
 -- the consumer's lock.
-create or replace function pgque._hold_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
+create or replace function pgque._try_lock_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
 language plpgsql as $$
 begin
   if p_sub.sub_role <> 'pool'
@@ -4060,20 +4060,20 @@ end
 $$;
 
 -- Returns the open batches of a consumer whose messages are in the log.
-create or replace function pgque._held(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
+create or replace function pgque._open_batches(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language sql as $$
   select s.token, s.lease, s.settled, s.until from pgque._states(p_sub, (pgque._position(p_sub)).pos_open) s where s.place = 'log'
 $$;
 
 -- Returns those of them whose lease expired and whose messages nobody received since.
-create or replace function pgque._lapsed(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
+create or replace function pgque._expired_batches(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language plpgsql as $$
 begin
   -- No batch is read before the first lease may have expired.
   if p_pos.pos_lapse <= pgque.clock() then
-    return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
+    return query select h.* from pgque._open_batches(p_sub) h where h.until <= pgque.clock();
   end if;
 end
 $$;
@@ -4108,7 +4108,7 @@ $$;
 
 -- Returns where a consumer stands: before its open batch if it reads on its own, else
 -- after the newest delivery.
-create or replace function pgque._standing(p_sub pgque.subscriber, p_pos pgque.position) returns pgque.position
+create or replace function pgque._current_position(p_sub pgque.subscriber, p_pos pgque.position) returns pgque.position
 language plpgsql as $$
 begin
   if p_sub.sub_role = 'normal' and p_pos.pos_batch is not null and pgque._open_batch_of(p_sub, p_pos, null) = p_pos.pos_batch then
@@ -4121,7 +4121,7 @@ $$;
 -- Returns the position from which on a subscriber needs messages: its own, or that of
 -- the oldest of its open batches.  A subscriber that received all of a window has
 -- passed it, even before its next call.
-create or replace function pgque._oldest_need(p_sub int) returns pgque.position
+create or replace function pgque._oldest_needed_position(p_sub int) returns pgque.position
 language plpgsql as $$
 declare
   v_pos    pgque.position := pgque._next_from(pgque._position(p_sub));
@@ -4129,7 +4129,7 @@ declare
 begin
   if pg_catalog.cardinality(v_pos.pos_open) > 0 then
     select (h.lease).* into v_lease
-    from pgque._held(p_sub) h
+    from pgque._open_batches(p_sub) h
     where (h.lease).pos_tick < v_pos.pos_tick
     order by (h.lease).pos_tick
     limit 1;
@@ -4160,7 +4160,7 @@ $$;
 -- apart from those that were settled one by one.  It has not if some of them were
 -- delivered to another worker or removed, or are just being taken.  Locks those messages.
 -- The caller holds the batch's lock.
-create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
+create or replace function pgque._has_all_messages(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_state    record;
@@ -4195,7 +4195,7 @@ begin
     return 0;
   end if;
   select s.place into v_place from pgque._states(p_sub.sub_id, array[p_batch]) s;
-  if v_place is null or not pgque._still_whole(p_sub.sub_id, p_batch) then
+  if v_place is null or not pgque._has_all_messages(p_sub.sub_id, p_batch) then
     return 0;
   end if;
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
@@ -4214,7 +4214,7 @@ $$;
 -- under the same batch id.  They may be delivered from p_due on.  With p_token they get
 -- another batch id and worker instead, or none if it is 0, with p_deliveries more
 -- deliveries.  Returns how many there are.  The caller holds the batch's lock.
-create or replace function pgque._shelve(
+create or replace function pgque._move_to_retry(
   p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz, p_token bigint default null, p_worker text default null, p_deliveries int default 0
 ) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -4225,7 +4225,7 @@ declare
 begin
   execute pg_catalog.format(
     'with moved as ('
-    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
+    'insert into pgque.retry_queue select (pgque._as_retry(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
     -- If the consumer was moved back, the message may already be in the retry queue.
     -- Then this batch takes it over from the one that has it there.
     ' on conflict (ev_owner, ev_id, ev_queue) do update'
@@ -4238,7 +4238,7 @@ begin
     -- outcome: the primary key finds it out.  The rows for this check are undone.
     begin
       perform pgque._record(p_lease.pos_batch, 'closed'), pgque._record(p_lease.pos_batch, 'outcome', v_ids);
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
@@ -4253,7 +4253,7 @@ $$;
 -- without an outcome go to the retry queue and may be delivered at once.  Until one is
 -- delivered, the old batch id stays valid.  A batch that its worker is just finishing
 -- counts as alive.
-create or replace function pgque._reap(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
+create or replace function pgque._collect_expired(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
 language plpgsql as $$
 declare
   v_open   bigint[] := '{}';
@@ -4262,16 +4262,16 @@ declare
   v_held   record;
   v_state  record;
 begin
-  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h loop
+  for v_held in select h.token, h.lease, h.until from pgque._open_batches(p_sub.sub_id) h loop
     if v_held.until <= p_now and v_tried < 200 then
       -- The server has room for some thousand locks.  The next call continues.
       v_tried := v_tried + 1;
-      if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' then
+      if pgque._try_lock_batches(p_sub, array[v_held.token]) <> '{}' then
         select s.place, s.until into v_state from pgque._states(p_sub.sub_id, array[v_held.token]) s;
         continue when v_state.place is distinct from 'log';
         v_held.until := v_state.until;
         if v_held.until <= p_now then
-          perform pgque._shelve(p_sub, v_held.lease, p_now);
+          perform pgque._move_to_retry(p_sub, v_held.lease, p_now);
           continue;
         end if;
       else
@@ -4293,15 +4293,15 @@ $$;
 
 -- Copies the open batches of a consumer to the current leaf.  The caller holds the
 -- subscriber's lock, so there are no new ones.
-create or replace function pgque._carry_leases(p_sub pgque.subscriber, p_cur int) returns void
+create or replace function pgque._copy_leases(p_sub pgque.subscriber, p_cur int) returns void
 language plpgsql as $$
 declare
   v_token  bigint;
 begin
-  foreach v_token in array pgque._hold_batches(p_sub, array(
+  foreach v_token in array pgque._try_lock_batches(p_sub, array(
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
-    where not pgque._carried(p_sub.sub_id, o.token, p_cur)), 500)
+    where not pgque._is_copied(p_sub.sub_id, o.token, p_cur)), 500)
   loop
     insert into pgque.position
     select (pgque._in_leaf(l, p_cur)).* from pgque._lease(p_sub.sub_id, v_token) l where l.pos_sub is not null
@@ -4314,7 +4314,7 @@ end
 $$;
 
 -- Returns whether a leaf has all rows of a batch, or none is needed.
-create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
+create or replace function pgque._is_copied(p_sub int, p_batch bigint, p_cur int) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.leaf = p_cur);
@@ -4353,7 +4353,7 @@ $$;
 -- Returns the row of a consumer by name.  The server inlines it.  OFFSET 0 fixes the
 -- order of the joins, so that the name is looked up first: without statistics the
 -- planner would read all subscribers of the queue.
-create or replace function pgque._named(p_queue_id int, p_consumer text) returns setof pgque.subscriber
+create or replace function pgque._subscriber_by_name(p_queue_id int, p_consumer text) returns setof pgque.subscriber
 language sql stable as $$
   select s.*
   from (select c.co_id from pgque.consumer c where c.co_queue in (0, p_queue_id) and c.co_name = p_consumer collate pg_catalog."default" offset 0) c
@@ -4363,7 +4363,7 @@ $$;
 -- Returns the subscriber for a queue and a consumer, without a lock, the current leaf
 -- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
 -- PQ011 if there is none.
-create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
+create or replace function pgque._find_subscriber(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_found  record;
@@ -4371,7 +4371,7 @@ declare
 begin
   select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
   from pgque.queue q
-  cross join lateral pgque._named(q.queue_id, p_consumer) s
+  cross join lateral pgque._subscriber_by_name(q.queue_id, p_consumer) s
   cross join pgque.journal j
   where q.queue_name = p_queue collate pg_catalog."default"
     and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
@@ -4380,7 +4380,7 @@ begin
     -- next query finds the queue by its id, because the queue may have another name by then.
     v_queue := pgque._queue(p_queue, p_caller, 'consume');
     select s as sub, j.journal_cur, v_queue.queue_archive_on_ack, v_queue.queue_restored into v_found
-    from pgque._named(v_queue.queue_id, p_consumer) s
+    from pgque._subscriber_by_name(v_queue.queue_id, p_consumer) s
     cross join pgque.journal j;
     if not found then
       perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
@@ -4397,7 +4397,7 @@ end
 $$;
 
 create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
-language sql as $$ select (pgque._find(p_queue, p_consumer, p_caller)).sub $$;
+language sql as $$ select (pgque._find_subscriber(p_queue, p_consumer, p_caller)).sub $$;
 
 -- Locks a subscriber against its own other calls and returns its role.  A transaction
 -- with an old snapshot that does not show a change since fails with 40001.
@@ -4542,7 +4542,7 @@ begin
       update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
     end if;
   end if;
-  perform pgque._did('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'keyed_order', nullif($4, false))) where v_new = 1;
+  perform pgque._record_action('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'keyed_order', nullif($4, false))) where v_new = 1;
   return v_new;
 end
 $$;
@@ -4563,7 +4563,7 @@ begin
   if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
     return 0;
   end if;
-  perform pgque._let_keys_be_said(v_queue);
+  perform pgque._wait_for_keyed_sends(v_queue);
   -- The lock keeps rotation from emptying the table of this tick.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   if not found then
@@ -4624,13 +4624,13 @@ create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch big
 language plpgsql as $$
 begin
   perform pgque._record(p_batch, 'closed');
-  perform pgque._hand_back(p_sub, p_batch);
+  perform pgque._release_batch(p_sub, p_batch);
 end
 $$;
 
 -- Deletes the positions of former consumers once the last consumer is unsubscribed: in a
 -- dump, positions without consumers show that the consumers are not loaded yet (_lacks).
-create or replace function pgque._forget_positions() returns void
+create or replace function pgque._delete_positions() returns void
 language sql as $$
   delete from pgque.position where not exists (select from pgque.subscriber)
 $$;
@@ -4657,8 +4657,8 @@ begin
   delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;
-  perform pgque._forget_positions();
-  perform pgque._did('unsubscribe', v_queue.queue_name, jsonb_build_object('consumer_name', unsubscribe.consumer_name)) where v_rows > 0;
+  perform pgque._delete_positions();
+  perform pgque._record_action('unsubscribe', v_queue.queue_name, jsonb_build_object('consumer_name', unsubscribe.consumer_name)) where v_rows > 0;
   return v_count + v_rows;
 end
 $$;
@@ -4769,7 +4769,7 @@ begin
             -- The sequence has the newest tick (see _store_tick).  So a poll reads no table of ticks.
             p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
           from pgque.queue q,
-            pgque._named(q.queue_id, p_consumer) s,
+            pgque._subscriber_by_name(q.queue_id, p_consumer) s,
             lateral (%2$s) p
           where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
             and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
@@ -4810,7 +4810,7 @@ declare
     ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_snapshot else p.pos_snapshot end as snapshot,'
     ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_event_seq else p.pos_event_seq end as event_seq,'
     ' case when p.pos_fresh > 0 then p.pos_last_id else p.pos_done_id end as done_id,'
-    -- A worker that has a message for the last time receives nothing besides (_is_suspect).
+    -- A worker that has a message for the last time receives nothing besides (_may_be_poison).
     ' (select r.ev_owner from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_worker = p_worker and r.ev_batch is not null'
     ' and r.ev_receives > coalesce(r.ev_retry, 0) + 1 and r.ev_receives >= p_attempts and r.ev_retry_after + ''0'' > v_now limit 1) is not null as alone';
 begin
@@ -4877,7 +4877,7 @@ begin
             c.last_id, w.token, w.token, least(c.n, p_max), w.pos_high, w.pos_skipped, p_worker, v_until, 1, 0,
             w.open || w.token, coalesce(w.pos_prune, 64),
             case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid,
-            pgque._looked(w.pos_due, p_looked)
+            pgque._due_after(w.pos_due, p_looked)
           from (
             select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id))[p_max] end as last_id,
               count(*) filter (where m.ev_key is not null or m.ev_expires is not null) as optional,
@@ -4985,7 +4985,7 @@ begin
     end if;
     v_known := v_poll.sub;
   end if;
-  v_turn := pgque._turn($1, $2, $3, $4, $5, caller, v_known);
+  v_turn := pgque._begin_delivery($1, $2, $3, $4, $5, caller, v_known);
   v_sub := v_turn.sub;
   if v_sub.sub_id is null then
     return;
@@ -4995,21 +4995,21 @@ begin
   v_room := v_turn.room;
   v_token := pgque._new_batch_id(v_pos);
   if v_turn.open is not null then
-    return query select * from pgque._again(v_sub, v_queue, v_turn.open);
+    return query select * from pgque._redeliver(v_sub, v_queue, v_turn.open);
     if found then
       return;
     end if;
     -- Every message of the batch has its outcome: it is finished.
-    v_pos := pgque._done_with(v_sub, v_pos, v_turn.open);
+    v_pos := pgque._finish_empty_batch(v_sub, v_pos, v_turn.open);
   end if;
 
   if v_turn.due and v_room > 0 then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7, lower(v_pos.pos_due));
+    v_pos.pos_shelf := pgque._lease_retries(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7, lower(v_pos.pos_due));
     if v_pos.pos_shelf is null then
       v_pos.pos_shelf := 0;
       v_room := 0;
     elsif v_pos.pos_shelf > 0 then
-      return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
+      return query select * from pgque._retries_of_batch(v_sub.sub_id, v_token, v_queue.queue_name);
       v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- the window was opened for nothing
     end if;
   end if;
@@ -5027,7 +5027,7 @@ begin
     end if;
     v_pos.pos_last_id := null;
     if v_sub.sub_keyed or pgque._has_keys_or_ttl(v_queue.queue_id) then
-      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
+      v_sifted := pgque._choose(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
       v_pos := v_sifted.pos;
       v_passed := v_passed + v_pos.pos_done_count;
       if v_sifted.rows is not null then
@@ -5062,7 +5062,7 @@ begin
         return query execute v_rows
         using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit;
         get diagnostics v_count = row_count;
-        v_pos.pos_last_id := case when v_count = v_room then pgque._last_of(pgque._slice_sql(v_sub, v_pos, '', v_room), v_room) end;
+        v_pos.pos_last_id := case when v_count = v_room then pgque._id_of_row(pgque._slice_sql(v_sub, v_pos, '', v_room), v_room) end;
       end if;
       v_pos.pos_done_count := v_count;
     end if;
@@ -5071,7 +5071,7 @@ begin
       v_pos := pgque._next_from(v_pos);
     end if;
   end loop;
-  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed is true
+  perform pgque._store_delivery(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed is true
     or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
 end
 $$;
@@ -5106,7 +5106,7 @@ $$;
 --   * changed: whether pos must be stored in any case
 --
 -- p_sub: the consumer, if a poll has found it and that there may be something to do.
-create or replace function pgque._turn(
+create or replace function pgque._begin_delivery(
   p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name, p_sub int,
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
   out room bigint, out span bigint, out until timestamptz, out changed boolean
@@ -5123,7 +5123,7 @@ begin
   end if;
   while sub.sub_id is null loop
     perform pgque._need_max_return(p_max, p_queue);
-    sub := (pgque._find(p_queue, p_consumer, p_caller)).sub;
+    sub := (pgque._find_subscriber(p_queue, p_consumer, p_caller)).sub;
     if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
@@ -5154,11 +5154,11 @@ begin
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
       where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
-        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _may_be_poison() had it; + '0' keeps the planner from all that wait
   into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
   due := v_found.due is not null;
-  pos.pos_due := pgque._looked(pos.pos_due, v_now, v_found.due);
+  pos.pos_due := pgque._due_after(pos.pos_due, v_now, v_found.due);
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
   end if;
@@ -5170,11 +5170,11 @@ begin
   pos := pgque._next_from(pos);
   changed := (v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune) is true;
   if changed then
-    pos := pgque._reap(sub, pos, v_now);
+    pos := pgque._collect_expired(sub, pos, v_now);
     due := true;
   end if;
   if queue.queue_throughput_limit > 0 and sub.sub_role = 'pool' then
-    pos.pos_paid := pgque._paid_since(pos.pos_paid, v_now);
+    pos.pos_paid := pgque._limit_unused_since(pos.pos_paid, v_now);
     room := least(room, pg_catalog.floor(extract(epoch from v_now - pos.pos_paid) * queue.queue_throughput_limit + 0.000001)::bigint);
   end if;
 end
@@ -5269,7 +5269,7 @@ $$;
 -- Delivers an open batch again, without the messages that have an outcome.  All other
 -- messages are delivered, whatever max_return is now, since ack() finishes the whole
 -- batch.
-create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
+create or replace function pgque._redeliver(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_state  record;
@@ -5278,13 +5278,13 @@ begin
   if v_state.place = 'log' then
     return query execute pgque._delivery_sql(pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_state.lease))) using p_batch, p_queue.queue_name;
   else
-    return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
+    return query select * from pgque._retries_of_batch(p_sub.sub_id, p_batch, p_queue.queue_name);
   end if;
 end
 $$;
 
 -- Finishes a batch with no message left, and returns the position.
-create or replace function pgque._done_with(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
+create or replace function pgque._finish_empty_batch(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
 language plpgsql as $$
 begin
   perform pgque._record(p_batch, 'closed');
@@ -5323,7 +5323,7 @@ $$;
 
 -- Returns the id of the p_n-th row of a slice, if there are more than that.  Counting
 -- first costs a third of sorting for nothing.
-create or replace function pgque._last_of(p_rows text, p_n bigint) returns bigint
+create or replace function pgque._id_of_row(p_rows text, p_n bigint) returns bigint
 language plpgsql as $$
 declare
   v_more  boolean;
@@ -5339,7 +5339,7 @@ $$;
 
 -- Stores a delivery of p_count messages from the log, or the position up to which there
 -- was nothing to deliver.
-create or replace function pgque._delivered(
+create or replace function pgque._store_delivery(
   p_sub pgque.subscriber, p_queue pgque.queue, p_pos pgque.position, p_leaf int, p_count bigint, p_token bigint, p_worker text, p_until timestamptz, p_changed boolean
 ) returns void
 language plpgsql as $$
@@ -5378,7 +5378,7 @@ end
 $$;
 
 -- Returns the messages of a batch that are in the retry queue.
-create or replace function pgque._waiting_of(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
+create or replace function pgque._retries_of_batch(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return query
@@ -5402,7 +5402,7 @@ $$;
 -- slice is as long.  With null the slice is the whole window, for a caller that reads the
 -- rest of it without this function.  p_bytes limits the size of the messages to deliver;
 -- there is at least one.
-create or replace function pgque._sift(
+create or replace function pgque._choose(
   p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint, p_bytes bigint default null,
   out pos pgque.position, out ids bigint[], out rows text
 )
@@ -5443,7 +5443,7 @@ begin
     v_gone := v_claim.gone;
   end if;
   if p_sub.sub_keyed then
-    v_out := pgque._lanes_out(p_sub);
+    v_out := pgque._leased_lanes(p_sub);
   end if;
   loop
     with looked as materialized (
@@ -5486,7 +5486,7 @@ begin
     pos.pos_last_id := v_found.last;
     execute pg_catalog.format(
       'select count(*) from (select sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by e.ev_id) as bytes from (%s) e) s where s.bytes <= $2',
-      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($1, e.ev_id)')))
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._contains($1, e.ev_id)')))
     into v_fit using v_found.good, p_bytes;
     exit when v_fit = pg_catalog.cardinality(v_found.good);
     p_max := greatest(v_fit, 1);
@@ -5498,16 +5498,16 @@ begin
   ids := v_found.good;
   if v_found.aside is not null then
     execute pg_catalog.format(
-      'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
-      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($3, e.ev_id)')))
+      'insert into pgque.retry_queue select (pgque._as_retry(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._contains($3, e.ev_id)')))
     using p_sub, v_now, v_found.aside;
   end if;
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', v_found.expired);
+  perform pgque._count(p_queue.queue_id, p_sub.sub_id, 'expired', v_found.expired);
   if pgque._keyed(p_queue) then
     -- Expired messages too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
       select r from pg_catalog.unnest(v_rows) r
-      where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _among()
+      where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _contains()
   end if;
   if v_found.skip is not null and (ids is not null or p_passed is null) then
     perform pgque._record(p_token, 'outcome', v_found.skip);
@@ -5519,7 +5519,7 @@ end
 $$;
 
 -- Returns a row of the retry queue without the columns that may be large.
-create or replace function pgque._slim_waiting(p_row pgque.retry_queue) returns pgque.retry_queue
+create or replace function pgque._slim_retry(p_row pgque.retry_queue) returns pgque.retry_queue
 language sql immutable as $$
   select row(p_row.ev_retry_after, p_row.ev_queue, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_owner, p_row.ev_retry,
     null, null, null, null, null, null, null, p_row.ev_key, null, p_row.ev_expires, null,
@@ -5527,7 +5527,7 @@ language sql immutable as $$
 $$;
 
 -- Returns an event as a row of the retry queue for a subscriber.
-create or replace function pgque._waiting(
+create or replace function pgque._as_retry(
   p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
 ) returns pgque.retry_queue
 language sql volatile as $$
@@ -5544,9 +5544,9 @@ $$;
 --
 -- A worker that dies takes all that it holds with it.  So a message of which a delivery
 -- was lost gets its last attempt alone in its worker: the worker holds nothing else, and
--- receives nothing until it is done (see _turn).  Otherwise messages that were delivered
+-- receives nothing until it is done (see _begin_delivery).  Otherwise messages that were delivered
 -- beside poison would use up their attempts with it.
-create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
+create or replace function pgque._redelivery_size(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
     when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
@@ -5556,17 +5556,17 @@ $$;
 
 -- Returns whether a message that is due has its last attempt before it, and a delivery of
 -- it was lost.  A delivery that ends with a nack adds one to both numbers.
-create or replace function pgque._is_suspect(p_receives int, p_retry int, p_attempts int) returns boolean
+create or replace function pgque._may_be_poison(p_receives int, p_retry int, p_attempts int) returns boolean
 language sql immutable as $$ select p_receives = p_attempts - 1 and p_receives > coalesce(p_retry, 0) $$;
 
 -- Returns whether a worker of a pool holds messages.
-create or replace function pgque._holds(p_sub pgque.subscriber, p_worker text, p_now timestamptz) returns boolean
+create or replace function pgque._worker_has_messages(p_sub pgque.subscriber, p_worker text, p_now timestamptz) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return exists (
       select from pgque.retry_queue r
       where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_worker = p_worker and r.ev_retry_after > p_now)
-    or exists (select from pgque._held(p_sub.sub_id) h where (h.lease).pos_worker = p_worker and h.until > p_now);
+    or exists (select from pgque._open_batches(p_sub.sub_id) h where (h.lease).pos_worker = p_worker and h.until > p_now);
 end
 $$;
 
@@ -5583,7 +5583,7 @@ begin
       where p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end);
   end if;
   return array(
-    select pgque._slim_waiting(r)
+    select pgque._slim_retry(r)
     from (
       select r.* from pgque.retry_queue r
       where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now
@@ -5602,7 +5602,7 @@ $$;
 -- if the worker has to finish what it holds first.  It waits for a visibility timeout at
 -- most, since a name that many processes share may always hold something.  No message is
 -- due before p_from.
-create or replace function pgque._take_waiting(
+create or replace function pgque._lease_retries(
   p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz, p_bytes bigint default null,
   p_from timestamptz default '-infinity'
 ) returns int
@@ -5625,13 +5625,13 @@ begin
     v_rows := pgque._due(p_sub, 1, v_now, v_busy, null, p_from);
     exit when pg_catalog.cardinality(v_rows) = 0;
     v_lapsed := v_rows[1].ev_batch is not null;
-    if p_sub.sub_role = 'pool' and pgque._is_suspect(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
-      if v_rows[1].ev_retry_after > v_now - p_queue.queue_visibility_timeout and pgque._holds(p_sub, p_worker, v_now) then
+    if p_sub.sub_role = 'pool' and pgque._may_be_poison(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
+      if v_rows[1].ev_retry_after > v_now - p_queue.queue_visibility_timeout and pgque._worker_has_messages(p_sub, p_worker, v_now) then
         return null;
       end if;
       p_max := 1;
     end if;
-    v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
+    v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._redelivery_size(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
     -- Messages that are not to be delivered are removed many at a time.  After a try in
     -- which all messages were being replaced, twice as many are read.
     v_look := greatest(v_piece, least(1 << least(v_try, 10), 1000));
@@ -5642,13 +5642,13 @@ begin
       v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end, p_from);
       if p_max > 1 then
         v_rows := array(
-          select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts) or r.ev_expires <= v_now);
+          select r from pg_catalog.unnest(v_rows) r where not pgque._may_be_poison(r.ev_receives, r.ev_retry, v_attempts) or r.ev_expires <= v_now);
       end if;
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
-    v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
+    v_good := pgque._choose_retries(p_queue, p_sub, v_doomed, v_now);
     -- No more of the others than are delivered, since a seal fixes their bodies.
-    v_good := v_good || pgque._weed(p_queue, p_sub,
+    v_good := v_good || pgque._choose_retries(p_queue, p_sub,
       array(select r from pg_catalog.unnest(v_rows) r where (r.ev_receives >= v_attempts or r.ev_expires <= v_now) is not true), v_now,
       v_piece - pg_catalog.cardinality(v_good));
     -- If none can be delivered, all were removed, or are just being replaced: of those,
@@ -5678,7 +5678,7 @@ begin
       from found f
       where r.ctid = f.ctid;
       -- A message that waited for its first delivery was not delivered before.
-      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
+      perform pgque._count(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
       from (select r.* from pg_catalog.unnest(v_good) r limit pg_catalog.cardinality(v_ids)) r
       where r.ev_receives > 0 or r.ev_retry > 0;
       return pg_catalog.cardinality(v_ids);
@@ -5692,7 +5692,7 @@ $$;
 -- Returns those of the given messages that may be delivered, at most p_enough.  Expired
 -- messages among them, and those whose attempts are used up, are removed.  The limit of
 -- attempts applies here, at a nack and in maint(), never while a lease lives.
-create or replace function pgque._weed(
+create or replace function pgque._choose_retries(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
 )
 returns pgque.retry_queue[]
@@ -5705,13 +5705,13 @@ begin
   foreach v_row in array p_rows loop
     exit when pg_catalog.cardinality(v_good) >= p_enough;
     if v_row.ev_key is not null and v_row.ev_receives = 0 then
-      v_row := pgque._claim_waiting(p_queue, v_row);
+      v_row := pgque._claim_retry(p_queue, v_row);
       continue when v_row.ev_id is null;
     end if;
     if v_row.ev_expires <= p_now or p_sub.sub_role = 'pool' and v_row.ev_receives >= p_queue.queue_max_receive_attempts then
       delete from pgque.retry_queue r where r.ev_owner + 0 = v_row.ev_owner and r.ev_id = v_row.ev_id returning r.* into v_gone;
       if v_row.ev_expires <= p_now then
-        perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+        perform pgque._count(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
       else
         perform pgque._give_up(p_queue, p_sub, v_gone, coalesce(case when v_gone.ev_batch is null then v_gone.ev_error end, 'receive attempts used up'));
       end if;
@@ -5724,7 +5724,7 @@ end
 $$;
 
 -- Returns a row of the retry queue as the event it was.
-create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
+create or replace function pgque._as_event(p_row pgque.retry_queue) returns pgque.event
 language sql immutable as $$
   select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
     p_row.ev_extra1, p_row.ev_extra2, p_row.ev_extra3, p_row.ev_extra4, p_row.ev_headers, p_row.ev_key, p_row.ev_bytes,
@@ -5732,7 +5732,7 @@ language sql immutable as $$
 $$;
 
 -- Counts messages that are removed or redelivered.
-create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
+create or replace function pgque._count(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
 language plpgsql as $$
 begin
   if p_count > 0 then
@@ -5777,10 +5777,10 @@ begin
   end if;
   v_sub := pgque._batch_owner(p_batch);
   if v_found.archives then
-    if not pgque._lock_batch(v_sub, p_batch) or not pgque._is_open(v_sub, p_batch) or not pgque._still_whole(v_sub.sub_id, p_batch) then
+    if not pgque._lock_batch(v_sub, p_batch) or not pgque._is_open(v_sub, p_batch) or not pgque._has_all_messages(v_sub.sub_id, p_batch) then
       return 0;
     end if;
-    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
+    select count(*) into v_count from pgque._set_outcomes(p_batch, null, 'archive', null, 'acked', false);
     if v_sub.sub_role = 'pool' then
       return (v_count > 0)::int;
     end if;
@@ -5800,7 +5800,7 @@ comment on function pgque.ack(bigint) is
 -- unnest() compares each row with each id as soon as the ids exceed work_mem, and a join
 -- does where the planner expects few.  The array is a parameter of dynamic SQL or
 -- (select v_ids): otherwise PL/pgSQL copies it for each row.
-create or replace function pgque._among(p_sorted bigint[], p_id bigint) returns boolean
+create or replace function pgque._contains(p_sorted bigint[], p_id bigint) returns boolean
 language sql immutable as $$ select (p_sorted[pg_catalog.width_bucket(p_id, p_sorted)] = p_id) is true $$;
 
 -- Gives messages of an open batch their outcome.  p_ids null: all that have none yet.
@@ -5812,7 +5812,7 @@ language sql immutable as $$ select (p_sorted[pg_catalog.width_bucket(p_id, p_so
 -- message.  A message that another session has locked, and may be taking over, is lost.
 -- With p_wait the call waits for it, since a caller that raises an error has to be
 -- sure.
-create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
+create or replace function pgque._set_outcomes(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
 returns setof pgque.outcome
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -5841,12 +5841,12 @@ begin
   v_lease := v_state.lease;
   if v_state.place = 'log' and pgque._old_snapshot() then
     -- To move the batch finds out whether the snapshot is too old.
-    perform pgque._shelve(v_sub, v_lease, v_state.until);
+    perform pgque._move_to_retry(v_sub, v_lease, v_state.until);
     v_state.place := 'retry';
   end if;
   if v_state.place = 'log' then
     v_rows := pgque._span_of_ids_sql(v_sub, v_lease, v_ids);
-    execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._among($1, e.ev_id)', v_rows)
+    execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._contains($1, e.ev_id)', v_rows)
     into v_log using v_ids;
     -- A message may be settled in the leaf that is no longer written.
     v_new := pgque._record(p_batch, 'outcome', array(
@@ -5858,10 +5858,10 @@ begin
   if p_wait then
     perform from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids) for update;
   end if;
-  v_gone := pgque._apply(v_sub, v_lease, p_batch, v_ids, v_rows, v_new, p_what, p_after, p_reason);
+  v_gone := pgque._apply_outcome(v_sub, v_lease, p_batch, v_ids, v_rows, v_new, p_what, p_after, p_reason);
   v_new := array(select n from pg_catalog.unnest(v_new || v_gone) n order by n);
   if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
-    -- So the batch is known to be whole apart from them; see _still_whole().
+    -- So the batch is known to be whole apart from them; see _has_all_messages().
     perform pgque._record(p_batch, 'outcome', v_gone);
   end if;
   if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
@@ -5870,7 +5870,7 @@ begin
   end if;
   if exists (
     select from pgque.retry_queue r
-    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and ((select v_ids))[pg_catalog.width_bucket(r.ev_id, (select v_ids))] = r.ev_id)   -- as _among()
+    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and ((select v_ids))[pg_catalog.width_bucket(r.ev_id, (select v_ids))] = r.ev_id)   -- as _contains()
   then
     -- The session that has one of them locked may roll back.  But the caller gets the
     -- answer that it is lost, so an ack of the rest must not finish it.
@@ -5916,7 +5916,7 @@ $$;
 -- Applies the outcome to the messages of a batch: to those of the log that p_new names,
 -- and to those in the retry queue.  Returns the ids of the latter.  p_ids and p_new are
 -- sorted.
-create or replace function pgque._apply(
+create or replace function pgque._apply_outcome(
   p_sub pgque.subscriber, p_lease pgque.position, p_batch bigint, p_ids bigint[], p_rows text, p_new bigint[],
   p_what text, p_after interval, p_reason text
 ) returns bigint[]
@@ -5932,15 +5932,15 @@ begin
     -- Rows that another session has locked are being taken over.
     v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
       ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
-      ' and ($4 is null or e.ev_id between $4[1] and $4[pg_catalog.cardinality($4)] and pgque._among($4, e.ev_id))'
+      ' and ($4 is null or e.ev_id between $4[1] and $4[pg_catalog.cardinality($4)] and pgque._contains($4, e.ev_id))'
       ' order by e.ev_id for update skip locked),'
       ' gone as (delete from pgque.retry_queue r using found f where r.ctid = f.ctid returning r.*)';
     v_items := 'select g.* from gone g';
   end if;
   if p_new is not null and p_what <> 'ack' then
     v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
-      'select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
-      ' where pgque._among($5, e.ev_id)', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
+      'select (pgque._as_retry(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
+      ' where pgque._contains($5, e.ev_id)', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
   end if;
   if v_items is null then
     return null;
@@ -5952,12 +5952,12 @@ begin
   if p_what = 'archive' then
     execute pgque._archive_sql(v_with, v_items, v_queue.queue_id) into v_ids
     using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new, p_reason;
-    perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(v_ids));
+    perform pgque._count(v_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(v_ids));
   else
     -- Each gets the time of its turn, and messages become due by that time.
     for v_item in execute pg_catalog.concat_ws(' ', v_with, v_items, 'order by ev_id') using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new loop
       v_ids := v_ids || v_item.ev_id;
-      perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
+      perform pgque._retry_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
     end loop;
   end if;
   return nullif(array(select pg_catalog.unnest(v_ids) except select pg_catalog.unnest(p_new)), '{}');
@@ -5965,7 +5965,7 @@ end
 $$;
 
 -- Redelivers or gives up one message that was taken from its batch.
-create or replace function pgque._again_or_dead(
+create or replace function pgque._retry_or_dead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_what text, p_after interval, p_reason text
 ) returns void
 language plpgsql as $$
@@ -5991,7 +5991,7 @@ begin
     p_item.ev_retry_after := p_item.ev_retry_after + coalesce(p_after, pgque._backoff(p_queue.queue_retry_backoff, p_item.ev_retry));
   end if;
   insert into pgque.retry_queue select p_item.*
-  -- As in _shelve().
+  -- As in _move_to_retry().
   on conflict (ev_owner, ev_id, ev_queue) do update
   set (ev_retry_after, ev_receives, ev_batch, ev_worker, ev_retry, ev_error)
     = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker, excluded.ev_retry, excluded.ev_error);
@@ -6028,7 +6028,7 @@ $$;
 
 -- Returns the outcome of one message of a batch, or raises an error if the message is
 -- not there.
-create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
+create or replace function pgque._outcome_or_error(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
 language plpgsql as $$
 begin
   if p_outcome.reason = 'not in this batch' then
@@ -6044,7 +6044,7 @@ $$;
 create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
+  perform pgque._outcome_or_error(f, $1) from pgque._set_outcomes(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
 end
 $$;
@@ -6054,7 +6054,7 @@ comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.call
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
+  perform pgque._outcome_or_error(f, $1) from pgque._set_outcomes(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
 end
 $$;
@@ -6068,7 +6068,7 @@ create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_a
 returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
+  return query select f.* from pgque._set_outcomes(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
 end
 $$;
 comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
@@ -6084,7 +6084,7 @@ begin
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = ($1 & 1048575)::int;
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
+  return query select f.* from pgque._set_outcomes(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
 end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
@@ -6097,7 +6097,7 @@ comment on function pgque.ack(bigint, bigint[], pgque.caller) is
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
+  return query select f.* from pgque._set_outcomes(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
 end
 $$;
 
@@ -6128,7 +6128,7 @@ $$;
 create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  return (select count(*) from pgque._settle(pgque._batch_for(caller, $1), $2, 'release', null, null, false) f where f.ok);
+  return (select count(*) from pgque._set_outcomes(pgque._batch_for(caller, $1), $2, 'release', null, null, false) f where f.ok);
 end
 $$;
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
@@ -6192,7 +6192,7 @@ begin
     else
       -- A lease that may end earlier is checked in the retry queue.  And an old snapshot
       -- may not show that the batch was closed: to move it finds it out.
-      v_held := v_held + pgque._shelve(v_sub, v_state.lease, v_until);
+      v_held := v_held + pgque._move_to_retry(v_sub, v_state.lease, v_until);
     end if;
   end if;
   return v_held;
@@ -6201,7 +6201,7 @@ $$;
 
 -- Releases the messages of a batch, so that any worker may receive them at once.  The
 -- caller holds the batch's lock.
-create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
+create or replace function pgque._release_batch(p_sub pgque.subscriber, p_batch bigint) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_state  record;
@@ -6210,7 +6210,7 @@ declare
 begin
   select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
   if v_state.place = 'log' then
-    v_fresh := pgque._shelve(p_sub, v_state.lease, pgque.clock(), 0);
+    v_fresh := pgque._move_to_retry(p_sub, v_state.lease, pgque.clock(), 0);
   end if;
   -- A maintenance session that has one of them locked may roll back: this waits for it.
   update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
@@ -6223,7 +6223,7 @@ $$;
 -- Returns the batches of a consumer that workers hold, also those whose lease expired.
 create or replace function pgque._batches_of(p_sub int) returns setof bigint
 language sql set enable_seqscan = off set jit = off as $$
-  select h.token from pgque._held(p_sub) h
+  select h.token from pgque._open_batches(p_sub) h
   union
   select r.ev_batch from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch is not null
 $$;
@@ -6242,15 +6242,15 @@ begin
   end if;
   perform pgque._lock_subscriber(v_sub.sub_id);
   -- A worker that is just finishing its batch keeps it.
-  foreach v_token in array pgque._hold_batches(v_sub, array(
+  foreach v_token in array pgque._try_lock_batches(v_sub, array(
     select b.id
     from pgque._batches_of(v_sub.sub_id) b (id)
     cross join lateral pgque._lease(v_sub.sub_id, b.id) l
     where v_sub.sub_role = 'pool' and (l.pos_time > v_now - $3 and l.pos_time <= v_now) is not true), 500)
   loop
-    v_count := v_count + (pgque._hand_back(v_sub, v_token) > 0)::int;
+    v_count := v_count + (pgque._release_batch(v_sub, v_token) > 0)::int;
   end loop;
-  perform pgque._did('reclaim', $1, jsonb_build_object('consumer_name', $2, 'older_than', $3, 'batches', v_count)) where v_count > 0;
+  perform pgque._record_action('reclaim', $1, jsonb_build_object('consumer_name', $2, 'older_than', $3, 'batches', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -6289,13 +6289,13 @@ begin
       case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
-  if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then
+  if pg_catalog.cardinality(pgque._try_lock_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then
     perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being finished', p_consumer, p_queue), 'Try again.');
   end if;
-  perform pgque._hand_back(v_sub, o.token), pgque._record(o.token, 'closed') from pg_catalog.unnest(v_open) o (token);
+  perform pgque._release_batch(v_sub, o.token), pgque._record(o.token, 'closed') from pg_catalog.unnest(v_open) o (token);
   perform pgque._end_batches(v_sub);
   update pgque.subscriber s set sub_role = p_to, sub_offsets = false where s.sub_id = v_sub.sub_id;
-  perform pgque._did(case p_to when 'pool' then 'share_consumer' else 'unshare_consumer' end, p_queue, pg_catalog.jsonb_build_object('consumer_name', p_consumer));
+  perform pgque._record_action(case p_to when 'pool' then 'share_consumer' else 'unshare_consumer' end, p_queue, pg_catalog.jsonb_build_object('consumer_name', p_consumer));
   return 1;
 end
 $$;
@@ -6319,7 +6319,7 @@ $$;
 -- 0, since delayed messages are for every consumer, and consumers that are read by
 -- offsets, since their readers read only the log.  All other consumers receive from the
 -- retry queue.
-create or replace function pgque._pumped() returns setof int
+create or replace function pgque._pump_owners() returns setof int
 language sql as $$
   select 0
   union all
@@ -6355,7 +6355,7 @@ begin
   end loop;
   for v_queue_id in
     select distinct d.ev_queue
-    from pgque._pumped() o (id)
+    from pgque._pump_owners() o (id)
     cross join lateral (
       select distinct r.ev_queue from pgque.retry_queue r where r.ev_owner = o.id and r.ev_retry_after <= v_now
     ) d
@@ -6367,7 +6367,7 @@ begin
         raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
     end;
   end loop;
-  return v_count + pgque._wake(v_now) + coalesce(pgque._forward_letters(), 0);
+  return v_count + pgque._notify_due(v_now) + coalesce(pgque._forward_letters(), 0);
 end
 $$;
 comment on function pgque.maint_retry_events() is
@@ -6379,10 +6379,10 @@ comment on function pgque.maint_retry_events() is
 -- Notifies the consumers for whom a message became due since the last call, and returns
 -- the number of messages.  Every five seconds it notifies for all messages that are
 -- due, because the rows may have been committed later.
-create or replace function pgque._wake(p_now timestamptz) returns int
+create or replace function pgque._notify_due(p_now timestamptz) returns int
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_since  timestamptz := least(pgque._woken(), p_now);
+  v_since  timestamptz := least(pgque._last_notified(), p_now);
   v_all    boolean := p_now >= pgque._next_five(v_since);
   v_queue  record;
   v_count  int := 0;
@@ -6396,7 +6396,7 @@ begin
       where r.ev_owner = s.sub_id and r.ev_retry_after > case when v_all then '-infinity' else v_since end and r.ev_retry_after <= p_now and r.ev_batch is null
       group by 1
     ) r
-    where s.sub_id not in (select o.id from pgque._pumped() o (id))
+    where s.sub_id not in (select o.id from pgque._pump_owners() o (id))
     group by 1
   loop
     begin
@@ -6417,7 +6417,7 @@ $$;
 create or replace function pgque._next_five(p_time timestamptz) returns timestamptz
 language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floor(extract(epoch from p_time) / 5) + 1)) $$;
 
-create or replace function pgque._woken() returns timestamptz
+create or replace function pgque._last_notified() returns timestamptz
 language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
 
 -- Returns when maint_retry_events() has work; null if the retry queue is empty, or if one
@@ -6425,7 +6425,7 @@ language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequenc
 create or replace function pgque._next_retry() returns timestamptz
 language plpgsql set enable_seqscan = off set jit = off set lock_timeout = '20ms' as $$
 declare
-  v_since  timestamptz := least(pgque._woken(), pgque.clock());
+  v_since  timestamptz := least(pgque._last_notified(), pgque.clock());
 begin
   if not exists (select from pgque.retry_queue) then
     return null;
@@ -6433,9 +6433,9 @@ begin
   return (
     select min(case when o.pumped or r.due > v_since then r.due else pgque._next_five(v_since) end)
     from (
-      select o.id, true as pumped from pgque._pumped() o (id)
+      select o.id, true as pumped from pgque._pump_owners() o (id)
       union all
-      select s.sub_id, false from pgque.subscriber s where s.sub_id not in (select o.id from pgque._pumped() o (id))
+      select s.sub_id, false from pgque.subscriber s where s.sub_id not in (select o.id from pgque._pump_owners() o (id))
     ) o
     cross join lateral (
       (select r.ev_retry_after as due from pgque.retry_queue r
@@ -6467,8 +6467,8 @@ begin
     return 0;
   end if;
   v_now := pgque.clock();   -- messages that were put there just now are due
-  v_aside := pgque._claim_aside(p_queue_id, array(
-    select pgque._slim_waiting(e.item)
+  v_aside := pgque._claim_retries(p_queue_id, array(
+    select pgque._slim_retry(e.item)
     from pgque.subscriber s
     cross join lateral (
       select e as item from pgque.retry_queue e
@@ -6477,12 +6477,12 @@ begin
       limit 10000
       for update skip locked
     ) e
-    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pumped() o (id))
+    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pump_owners() o (id))
     limit 10000));
   with found as materialized (
     select e.ctid
     from (
-      select o.id from pgque._pumped() o (id)
+      select o.id from pgque._pump_owners() o (id)
       where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
     ) o
     cross join lateral (
@@ -6526,7 +6526,7 @@ begin
   update pgque.retry_queue r set ev_retry_after = v_now
   where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
   get diagnostics v_count = row_count;
-  perform pgque._did('retry_now', $1, jsonb_build_object('consumer_name', $2, 'messages', v_count)) where v_count > 0;
+  perform pgque._record_action('retry_now', $1, jsonb_build_object('consumer_name', $2, 'messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -6544,7 +6544,7 @@ create or replace function pgque._give_up(p_queue pgque.queue, p_sub pgque.subsc
 language plpgsql as $$
 begin
   if p_queue.queue_drop_policy = 'drop' then
-    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
+    perform pgque._count(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
   else
     perform pgque._add_dead_letter(p_item, p_sub.sub_consumer, p_reason, p_queue.queue_drop_policy = 'hold',
       case when p_queue.queue_drop_policy = 'dead_letter' then p_queue.queue_dead_letter_queue end);
@@ -6756,7 +6756,7 @@ comment on function pgque.dlq_reasons(text, pgque.caller) is
 -- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
 -- same one.  p_call: the function to record in list_actions(), if a role calls it by
 -- hand for this dead letter.
-create or replace function pgque._exhume(p_dl_id bigint, p_caller name, p_call text default null) returns pgque.dead_letter
+create or replace function pgque._take_dead_letter(p_dl_id bigint, p_caller name, p_call text default null) returns pgque.dead_letter
 language plpgsql as $$
 declare
   v_dead  pgque.dead_letter;
@@ -6768,7 +6768,7 @@ begin
     perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
       'List the dead letters: select * from pgque.dlq_inspect(queue); This one was replayed, requeued, purged or forwarded already.');
   end if;
-  perform pgque._did(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
+  perform pgque._record_action(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
   from pgque.queue q
   where q.queue_id = v_dead.dl_queue_id and p_call is not null;
   return v_dead;
@@ -6787,7 +6787,7 @@ $$;
 create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller, 'dlq_replay');
+  v_dead  pgque.dead_letter := pgque._take_dead_letter(dlq_replay.dl_id, caller, 'dlq_replay');
 begin
   return pgque._replay(v_dead);
 end
@@ -6815,7 +6815,7 @@ begin
     limit case when $2 < 0 then 0 else $2 end
   loop
     begin
-      perform pgque._replay(pgque._exhume(v_id, caller));
+      perform pgque._replay(pgque._take_dead_letter(v_id, caller));
       replayed := replayed + 1;
     exception
       when sqlstate 'PQ008' then
@@ -6825,7 +6825,7 @@ begin
         first_error := coalesce(first_error, sqlerrm);
     end;
   end loop;
-  perform pgque._did('dlq_replay_all', v_queue.queue_name, jsonb_build_object('reason', $3, 'replayed', replayed, 'failed', failed)) where replayed > 0;
+  perform pgque._record_action('dlq_replay_all', v_queue.queue_name, jsonb_build_object('reason', $3, 'replayed', replayed, 'failed', failed)) where replayed > 0;
 end
 $$;
 comment on function pgque.dlq_replay_all(text, int, text, pgque.caller) is
@@ -6870,7 +6870,7 @@ $$;
 create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller, 'dlq_requeue');
+  v_dead  pgque.dead_letter := pgque._take_dead_letter(dlq_requeue.dl_id, caller, 'dlq_requeue');
 begin
   return pgque._requeue(v_dead);
 end
@@ -6889,7 +6889,7 @@ declare
   v_count  int;
 begin
   v_count := (
-    select count(pgque._requeue(pgque._exhume(x.dl_id, caller)))
+    select count(pgque._requeue(pgque._take_dead_letter(x.dl_id, caller)))
     from (
       select d.dl_id
       from pgque.dead_letter d
@@ -6901,7 +6901,7 @@ begin
       limit case when $2 < 0 then 0 else $2 end
       for update of d skip locked
     ) x);
-  perform pgque._did('dlq_requeue_all', v_queue.queue_name, jsonb_build_object('limit_count', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
+  perform pgque._record_action('dlq_requeue_all', v_queue.queue_name, jsonb_build_object('limit_count', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -6927,7 +6927,7 @@ begin
   where d.dl_queue_id = v_queue.queue_id and d.dl_time < v_until and not d.dl_held
     and pgque._has_reason(d.dl_reason, $3);
   get diagnostics v_count = row_count;
-  perform pgque._did('dlq_purge', v_queue.queue_name, jsonb_build_object('older_than', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
+  perform pgque._record_action('dlq_purge', v_queue.queue_name, jsonb_build_object('older_than', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -6938,7 +6938,7 @@ comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
 create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_delete.dl_id, caller, 'dlq_delete');
+  v_dead  pgque.dead_letter := pgque._take_dead_letter(dlq_delete.dl_id, caller, 'dlq_delete');
 begin
   return v_dead.ev_id;
 end
@@ -6965,8 +6965,8 @@ begin
     delete from pgque.dead_letter d where d.dl_id = v_dead.dl_id;
     v_count := v_count + 1;
   end loop;
-  perform pgque._tally(v_queue.queue_id, 0, 'archived', v_count);
-  perform pgque._did('archive_poison', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  perform pgque._count(v_queue.queue_id, 0, 'archived', v_count);
+  perform pgque._record_action('archive_poison', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -6984,16 +6984,16 @@ comment on function pgque.archive_poison(text, pgque.caller) is
 --
 -- The rest of the engine handles keys in these places:
 --   * _send_keyed() sends.
---   * _sift(), which chooses messages of the log, calls _claim() and _seal().
---   * _weed(), which chooses messages of the retry queue, calls _claim_waiting().
+--   * _choose(), which chooses messages of the log, calls _claim() and _seal().
+--   * _choose_retries(), which chooses messages of the retry queue, calls _claim_retry().
 --   * Everything that reads bodies reads them through _renewed_sql().
 --   * The pump and retention leave out messages that are being replaced:
---     _claim_aside().
---   * Rotation calls _refresh_waiting() before a table with bodies is emptied.
+--     _claim_retries().
+--   * Rotation calls _refresh_retries() before a table with bodies is emptied.
 
 -- Returns the rows that were appended for messages after they were sent, without
 -- bodies: new bodies (owner 0), seals (-1), purges (-2).
-create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
+create or replace function pgque._key_rows(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_said  pgque.event[];
@@ -7059,7 +7059,7 @@ declare
   v_ids    bigint[];
   v_keys   text[];
 begin
-  v_said := pgque._said(p_queue.queue_id, p_rows);
+  v_said := pgque._key_rows(p_queue.queue_id, p_rows);
   select pg_catalog.array_agg(r.ev_id order by r.ev_id), pg_catalog.array_agg(r.ev_key order by r.ev_id) into v_ids, v_keys
   from pg_catalog.unnest(p_rows) r
   where r.ev_key is not null
@@ -7073,7 +7073,7 @@ begin
         and pg_catalog.pg_try_advisory_xact_lock(v_class, pg_catalog.hashtext(r.key))
     end);
   -- Under the locks no more rows are appended.
-  v_said := pgque._said(p_queue.queue_id, p_rows);
+  v_said := pgque._key_rows(p_queue.queue_id, p_rows);
   gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
   rows := array(
     select row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, null, null, r.ev_extra1, null, null, null, null, r.ev_key, null,
@@ -7103,7 +7103,7 @@ begin
     -- The current table is then the one of the senders, or this call gets 40001.
     perform from pgque.queue q where q.queue_id = p_queue_id for share;
   end if;
-  v_said := pgque._said(p_queue_id, p_rows);
+  v_said := pgque._key_rows(p_queue_id, p_rows);
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
   select q.queue_id * 3 + n.n, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(), coalesce(s.newest, 0) + 1, r.ev_key
   from pgque.queue q
@@ -7121,10 +7121,10 @@ $$;
 
 -- Does the same for a message that went to the retry queue before its first delivery.
 -- Returns null if it cannot be delivered now.
-create or replace function pgque._claim_waiting(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
+create or replace function pgque._claim_retry(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_claim  record := pgque._claim(p_queue, array[pgque._event(p_row)]);
+  v_claim  record := pgque._claim(p_queue, array[pgque._as_event(p_row)]);
 begin
   if p_row.ev_id = any (v_claim.gone) then
     delete from pgque.retry_queue r where r.ev_owner + 0 = p_row.ev_owner and r.ev_id = p_row.ev_id;
@@ -7133,7 +7133,7 @@ begin
     return null;
   end if;
   perform pgque._seal(p_queue.queue_id, v_claim.rows);
-  perform pgque._refresh_waiting(p_queue.queue_id, null, array[p_row.ev_id]);
+  perform pgque._refresh_retries(p_queue.queue_id, null, array[p_row.ev_id]);
   p_row.ev_expires := (select r.ev_expires from pgque.retry_queue r where r.ev_owner + 0 = p_row.ev_owner and r.ev_id = p_row.ev_id);
   return p_row;
 end
@@ -7143,7 +7143,7 @@ $$;
 -- newest body, and removes those that were purged.  p_leaf: messages whose newest row
 -- is in one table, before that is emptied; or p_ids: these messages.  Returns how many
 -- changed.
-create or replace function pgque._refresh_waiting(
+create or replace function pgque._refresh_retries(
   p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
 ) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -7193,7 +7193,7 @@ $$;
 -- the caller has locked.  Returns those that may leave the retry queue: they have their
 -- newest bodies, no sender is replacing them, and they are sealed.  The seal is needed
 -- because a sender with an older snapshot does not see that they left.
-create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
+create or replace function pgque._claim_retries(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
 language plpgsql as $$
 declare
   v_claim  record;
@@ -7201,12 +7201,12 @@ begin
   if pg_catalog.cardinality(p_rows) = 0 then
     return;
   end if;
-  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._event(r) from pg_catalog.unnest(p_rows) r));
+  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._as_event(r) from pg_catalog.unnest(p_rows) r));
   select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
   from pg_catalog.unnest(p_rows) r
   where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
   perform pgque._seal(p_queue_id, array(select r from pg_catalog.unnest(v_claim.rows) r where r.ev_id = any (ids)));
-  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null means all ids
+  perform pgque._refresh_retries(p_queue_id, null, ids) where ids is not null;   -- null means all ids
 end
 $$;
 
@@ -7235,7 +7235,7 @@ begin
     v_count := v_count + 1;
   end if;
   -- Without the key: the key may be the data that is to be erased.
-  perform pgque._did('purge_key', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  perform pgque._record_action('purge_key', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -7274,7 +7274,7 @@ declare
   v_keys     text[] := array(select distinct k.key from pg_catalog.unnest(p_keys) k (key) where k.key is not null);
   v_buckets  int[] := array(select distinct pgque._bucket(k.key) from pg_catalog.unnest(v_keys) k (key) order by 1);
 begin
-  -- See _let_keys_be_said().
+  -- See _wait_for_keyed_sends().
   perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.passing'), p_queue_id);
   if pgque._many_keys(pg_catalog.cardinality(v_keys)) then
     perform pgque._lock_buckets(p_queue_id, v_buckets);
@@ -7311,7 +7311,7 @@ begin
     end;
     begin
       perform pg_catalog.pg_advisory_xact_lock(v_class, v_bucket);
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
@@ -7326,7 +7326,7 @@ $$;
 -- A session that waits for a lock blocks later ones, so the function mostly tries: one
 -- sender that stays open must not stop all senders.  A sender with an older snapshot
 -- does not see which consumer passes a message; the update of the queue's row stops it.
-create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
+create or replace function pgque._wait_for_keyed_sends(p_queue pgque.queue) returns void
 language plpgsql as $$
 declare
   v_class  int := pg_catalog.hashtext('pgque.passing');
@@ -7342,7 +7342,7 @@ begin
       if v_turn % 20 = 0 then
         perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id);
       elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
-        perform pgque._let_go();
+        perform pgque._undo_block();
       end if;
       -- A consumer with an older snapshot may hold the row lock: senders do not wait
       -- for it.
@@ -7448,8 +7448,8 @@ $$;
 -- order: messages of one key one at a time (keyed_order)
 -- ---------------------------------------------------------------------------
 
--- A lane is the messages of a consumer that share a key or a partition key.  _sift()
--- calls _lanes_out() and moves messages of a busy lane to the retry queue.  _due()
+-- A lane is the messages of a consumer that share a key or a partition key.  _choose()
+-- calls _leased_lanes() and moves messages of a busy lane to the retry queue.  _due()
 -- calls _heads_of_lanes() to choose those of them that are next.
 
 -- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these are
@@ -7464,14 +7464,14 @@ language sql immutable as $$
 $$;
 
 -- Returns the lanes of a consumer's messages that came from the log and are leased.
-create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
+create or replace function pgque._leased_lanes(p_sub pgque.subscriber) returns text[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_held   record;
   v_some   text[];
   v_lanes  text[] := '{}';
 begin
-  for v_held in select h.lease, h.settled from pgque._held(p_sub.sub_id) h loop
+  for v_held in select h.lease, h.settled from pgque._open_batches(p_sub.sub_id) h loop
     v_some := (v_held.lease).pos_keys;
     if v_held.settled > 0 then
       execute pg_catalog.format('select array_agg(pgque._lane($1, e.ev_key, e.ev_extra1)) from (%s) e', pgque._unsettled_sql(p_sub, v_held.lease))
@@ -7499,7 +7499,7 @@ declare
   v_count  bigint;
 begin
   -- The leased message of a lane may have been sent later than the first one.
-  v_out := pgque._lanes_out(p_sub) || array(
+  v_out := pgque._leased_lanes(p_sub) || array(
     select r.ev_lane from pgque.retry_queue r
     where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > p_now and r.ev_lane is not null);
   select count(*), pg_catalog.array_agg(distinct r.ev_lane) filter (where r.ev_lane is not null), pg_catalog.array_agg(r.ev_id) filter (where r.ev_lane is null)
@@ -7526,7 +7526,7 @@ begin
   end if;
   -- One index lookup for each key and for each message, whatever the planner expects.
   return array(
-    select pgque._slim_waiting(r)
+    select pgque._slim_retry(r)
     from (
       select r.*
       from (
@@ -7553,7 +7553,7 @@ $$;
 
 -- The rest of the engine handles expiry in these places:
 --   * Sending stores the time (_expires()), and notes that the queue has such messages.
---   * _sift() and _weed(), which choose messages, leave out those that have expired.
+--   * _choose() and _choose_retries(), which choose messages, leave out those that have expired.
 --   * maint() deletes them (maint_expire()).
 
 create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
@@ -7599,7 +7599,7 @@ begin
     )
     select g.ev_owner, count(*) as n from gone g group by g.ev_owner
   loop
-    perform pgque._tally(p_queue_id, v_gone.ev_owner, 'expired', v_gone.n);
+    perform pgque._count(p_queue_id, v_gone.ev_owner, 'expired', v_gone.n);
     v_count := v_count + v_gone.n;
   end loop;
   return v_count;
@@ -7612,7 +7612,7 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint := pgque._expire_messages(v_queue.queue_id);
 begin
-  perform pgque._did('expire_messages', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  perform pgque._record_action('expire_messages', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -7636,7 +7636,7 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint := pgque._delete_expired(v_queue.queue_id);
 begin
-  perform pgque._did('delete_expired', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  perform pgque._record_action('delete_expired', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -7679,7 +7679,7 @@ begin
   else
     raise data_exception using message = 'no such job';
   end if;
-  perform pgque._did('set_schedule', null, jsonb_build_object('job', $1, 'every', $2));
+  perform pgque._record_action('set_schedule', null, jsonb_build_object('job', $1, 'every', $2));
   return $2;
 exception
   when data_exception or check_violation then
@@ -7699,7 +7699,7 @@ comment on function pgque.set_schedule(text, text) is
 
 -- The rest of the engine handles limits in these places:
 --   * Sending asks _room(); the sinks too.
---   * _turn(), with which a delivery begins, asks _paid_since().
+--   * _begin_delivery(), with which a delivery begins, asks _limit_unused_since().
 
 -- Returns whether a queue with max_depth has room for p_count more messages; PQ003 if
 -- not.
@@ -7791,7 +7791,7 @@ begin
   select min(r.ev_id) - 1 into v_waiting from pgque.retry_queue r where r.ev_queue = p_queue.queue_id;
   select least(min(p.pos_event_seq), v_waiting) into v_oldest
   from pgque.subscriber s
-  cross join lateral pgque._oldest_need(s.sub_id) p
+  cross join lateral pgque._oldest_needed_position(s.sub_id) p
   where s.sub_queue = p_queue.queue_id;
   if v_oldest is null then
     return null;
@@ -7811,7 +7811,7 @@ $$;
 
 -- Returns since when a throughput limit was not used: at most for a second, and without
 -- a time in the future, which was recorded before the clock was set back.
-create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
+create or replace function pgque._limit_unused_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
 language sql immutable as $$
   select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
 $$;
@@ -7837,7 +7837,7 @@ begin
     execute pg_catalog.format('select count(*) from (%s) e', pgque._unfinished_sql(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)),
       pgque._tick_snapshot(), ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
     v_count := v_count + v_own + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id);
-    for v_held in select h.lease, h.settled from pgque._held(v_sub.sub_id) h loop
+    for v_held in select h.lease, h.settled from pgque._open_batches(v_sub.sub_id) h loop
       v_part := (v_held.lease).pos_done_count - v_held.settled;
       if v_sub.sub_role <> 'pool' then
         -- The number of messages in a batch of next_batch() is not known yet.
@@ -7951,7 +7951,7 @@ end
 $$;
 
 -- Returns the statement that stores messages, rows of pgque.retry_queue, in the archive
--- and returns their ids.  p_with precedes them.  The parameters are those of _apply():
+-- and returns their ids.  p_with precedes them.  The parameters are those of _apply_outcome():
 -- $1 the subscriber, $2 the worker, $6 the outcome.
 create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
 language plpgsql set datestyle = 'ISO' as $$
@@ -8018,7 +8018,7 @@ begin
   for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.queue_id > 0, l.day desc loop
     begin
       execute format('select a.* from %s a where a.archive_id = $1', v_leaf) into v_row using $1;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' or undefined_table then
         null;
@@ -8030,7 +8030,7 @@ begin
       'List the archived messages: select * from pgque.archive_list(queue);');
   end if;
   v_queue := (select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue);
-  perform pgque._did('archive_replay', v_queue, jsonb_build_object('archive_id', $1, 'msg_id', v_row.ev_id));
+  perform pgque._record_action('archive_replay', v_queue, jsonb_build_object('archive_id', $1, 'msg_id', v_row.ev_id));
   return pgque._send(v_queue, v_row.ev_type, v_row.ev_data,
     v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
 end
@@ -8048,7 +8048,7 @@ begin
     perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
       'Pass a time: select pgque.archive_purge(queue, now() - interval ''30 days'');');
   end if;
-  perform pgque._did('archive_purge', v_queue.queue_name, jsonb_build_object('before', $2));
+  perform pgque._record_action('archive_purge', v_queue.queue_name, jsonb_build_object('before', $2));
   return pgque._drop_archive(v_queue.queue_id, $2);
 end
 $$;
@@ -8149,7 +8149,7 @@ $$;
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
+  return query select f.* from pgque._set_outcomes(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
 end
 $$;
 comment on function pgque.archive(bigint, bigint[], pgque.caller) is
@@ -8764,7 +8764,7 @@ begin
   returning r.rec_id into v_rec.rec_id;
   if v_rec is distinct from v_old then
     perform pgque._begin_schedule(v_rec.rec_id);
-    perform pgque._did('create_recurring', v_queue.queue_name, jsonb_build_object('name', p_name, 'cron', p_cron, 'timezone', p_timezone, 'type_name', p_type));
+    perform pgque._record_action('create_recurring', v_queue.queue_name, jsonb_build_object('name', p_name, 'cron', p_cron, 'timezone', p_timezone, 'type_name', p_type));
   end if;
   return (v_old.rec_id is null)::int;
 end
@@ -8813,7 +8813,7 @@ declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
 begin
   delete from pgque.recurring r where r.rec_id = v_rec.rec_id;
-  perform pgque._did('drop_recurring', v_rec.rec_queue, jsonb_build_object('name', $1));
+  perform pgque._record_action('drop_recurring', v_rec.rec_queue, jsonb_build_object('name', $1));
   return 1;
 end
 $$;
@@ -8827,7 +8827,7 @@ declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
 begin
   update pgque.recurring r set rec_paused = true, rec_xid = pgque._mark() where r.rec_id = v_rec.rec_id;
-  perform pgque._did('pause_recurring', v_rec.rec_queue, jsonb_build_object('name', $1)) where not v_rec.rec_paused;
+  perform pgque._record_action('pause_recurring', v_rec.rec_queue, jsonb_build_object('name', $1)) where not v_rec.rec_paused;
   return (not v_rec.rec_paused)::int;
 end
 $$;
@@ -8843,7 +8843,7 @@ begin
   if v_rec.rec_paused then
     update pgque.recurring r set rec_paused = false, rec_xid = pgque._mark() where r.rec_id = v_rec.rec_id;
     perform pgque._begin_schedule(v_rec.rec_id);
-    perform pgque._did('resume_recurring', v_rec.rec_queue, jsonb_build_object('name', $1));
+    perform pgque._record_action('resume_recurring', v_rec.rec_queue, jsonb_build_object('name', $1));
   end if;
   return v_rec.rec_paused::int;
 end
@@ -8863,7 +8863,7 @@ begin
   v_run.run_for := date_trunc('second', v_run.run_at);
   v_run.run_msg := pgque._send_run(v_rec, v_run.run_for);
   perform pgque._append_run(v_run);
-  perform pgque._did('run_recurring', v_rec.rec_queue, jsonb_build_object('name', $1, 'msg_id', v_run.run_msg));
+  perform pgque._record_action('run_recurring', v_rec.rec_queue, jsonb_build_object('name', $1, 'msg_id', v_run.run_msg));
   return v_run.run_msg;
 end
 $$;
@@ -9123,13 +9123,13 @@ begin
   v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
   v_sub := pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller);
   -- As in seek().
-  perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
+  perform pgque._wait_for_keyed_sends(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   perform pgque._depth_grows(v_queue.queue_id);
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
   perform pgque._promote_dead(v_sub, v_queue, (pgque._position(v_sub.sub_id)).pos_tick, register_consumer_at.tick_id);
   perform pgque._move_to(v_sub, pgque._position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
-  perform pgque._did('register_consumer_at', v_queue.queue_name, jsonb_build_object('consumer_name', register_consumer_at.consumer_name, 'tick_id', register_consumer_at.tick_id));
+  perform pgque._record_action('register_consumer_at', v_queue.queue_name, jsonb_build_object('consumer_name', register_consumer_at.consumer_name, 'tick_id', register_consumer_at.tick_id));
   return 0;
 end
 $$;
@@ -9151,8 +9151,8 @@ declare
   v_now  timestamptz := pgque.clock();
 begin
   return (
-    select (pgque._answer(f, $1)).ok::int
-    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
+    select (pgque._outcome_or_error(f, $1)).ok::int
+    from pgque._set_outcomes(pgque._batch_for(caller, $1), array[$2], 'retry',
       -- An infinite time has no distance from now.
       pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
       null, true) f);
@@ -9175,7 +9175,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._open_lease(pgque._batch_owner($1), $1);
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
+  return (select count(*) from pgque._set_outcomes($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
 end
 $$;
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
@@ -9196,7 +9196,7 @@ create or replace function pgque._open_batch(
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_turn   record := pgque._turn($1, $2, 1, $3, null, caller, null);
+  v_turn   record := pgque._begin_delivery($1, $2, 1, $3, null, caller, null);
   v_sub    pgque.subscriber := v_turn.sub;
   v_queue  pgque.queue := v_turn.queue;
   v_pos    pgque.position := v_turn.pos;
@@ -9208,13 +9208,13 @@ begin
   end if;
   v_token := pgque._new_batch_id(v_pos);
   if v_turn.due then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, 10000, $3, v_turn.until, p_from => lower(v_pos.pos_due));
+    v_pos.pos_shelf := pgque._lease_retries(v_queue, v_sub, v_token, 10000, $3, v_turn.until, p_from => lower(v_pos.pos_due));
   end if;
   if v_pos.pos_shelf = 0 then
     if v_pos.pos_done_id is null then
       v_pos := pgque._next_window(v_pos, v_queue, $4, $5, $6);
       if v_pos.pos_next_tick is null then
-        perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
+        perform pgque._store_delivery(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
         return null;
       end if;
     end if;
@@ -9223,10 +9223,10 @@ begin
     v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
     v_count := v_pos.pos_done_count;
     if pgque._has_keys_or_ttl(v_queue.queue_id) then
-      perform pgque._sift(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
+      perform pgque._choose(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
     end if;
   end if;
-  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $3, v_turn.until, true);
+  perform pgque._store_delivery(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $3, v_turn.until, true);
   return v_token;
 end
 $$;
@@ -9253,7 +9253,7 @@ begin
   v_sub := pgque._batch_owner(batch_id);
   v_lease := pgque._lease(v_sub.sub_id, batch_id);
   v_prev := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
-  v_cur := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
+  v_cur := pgque._tick(v_sub.sub_queue, pgque._end_tick(v_lease));
   cur_tick_id := v_cur.tick_id;
   cur_tick_time := v_cur.tick_time;
   cur_tick_event_seq := v_cur.tick_event_seq;
@@ -9299,7 +9299,7 @@ $$;
 
 -- Returns the tick that ends a batch.  A batch from the retry queue ends at the tick
 -- where it began.
-create or replace function pgque._end_of(p_lease pgque.position) returns bigint
+create or replace function pgque._end_tick(p_lease pgque.position) returns bigint
 language sql immutable as $$ select case when p_lease.pos_fresh > 0 or p_lease.pos_shelf = 0 then p_lease.pos_next_tick else p_lease.pos_tick end $$;
 
 -- There is no argument caller: with it, a call with a subconsumer and six nulls would
@@ -9431,7 +9431,7 @@ declare
   v_sub    pgque.subscriber := pgque._batch_owner(pgque._batch_for(caller, $1));
   v_lease  pgque.position := pgque._open_lease(v_sub, $1);
   v_prev   pgque.tick := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
-  v_cur    pgque.tick := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
+  v_cur    pgque.tick := pgque._tick(v_sub.sub_queue, pgque._end_tick(v_lease));
 begin
   queue_name := (select q.queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue);
   consumer_name := pgque._subscriber_name(v_sub) || coalesce('.' || v_lease.pos_worker, '');
@@ -9457,7 +9457,7 @@ comment on function pgque.get_batch_info(bigint, pgque.caller) is
 -- dead_interval, a call moves its batch to another worker, through the retry queue.
 --
 -- A subconsumer's newest row in the journal records when it last called.  The rest of
--- the engine handles subconsumers where _turn() calls _worker(), to find out whether
+-- the engine handles subconsumers where _begin_delivery() calls _worker(), to find out whether
 -- one is registered, and _touch().
 
 -- Refuses a call for a consumer on its own if the consumer has workers.
@@ -9569,7 +9569,7 @@ begin
       perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
         'Finish the batch, or pass batch_handling => 1 to reject its messages.');
     end if;
-    perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
+    perform pgque._set_outcomes(v_batch, null, 'nack', '0', 'worker unregistered', false);
     perform pgque._record(v_batch, 'closed');
   end if;
   delete from pgque.subscriber s where s.sub_id = v_sub;
@@ -9643,7 +9643,7 @@ declare
 begin
   select s.* into v_state from pgque._states(p_main.sub_id, array[p_batch]) s;
   if v_state.place = 'log' then
-    v_fresh := pgque._shelve(p_main, v_state.lease, 'infinity', v_token, p_worker, p_deliveries);
+    v_fresh := pgque._move_to_retry(p_main, v_state.lease, 'infinity', v_token, p_worker, p_deliveries);
   end if;
   update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
   where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
@@ -9651,7 +9651,7 @@ begin
   v_pos.pos_shelf := v_pos.pos_shelf + v_fresh;
   perform pgque._record(p_batch, 'closed');
   v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
-  perform pgque._delivered(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);
+  perform pgque._store_delivery(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);
 end
 $$;
 
@@ -9671,7 +9671,7 @@ create or replace function pgque._join(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
-  v_main   int := (select s.sub_id from pgque._named(v_queue, $2) s);
+  v_main   int := (select s.sub_id from pgque._subscriber_by_name(v_queue, $2) s);
 begin
   if pgque._find_worker(v_main, $3) is null then
     perform pgque.register_subconsumer($1, $2, $3, false, caller);
@@ -10544,7 +10544,7 @@ comment on function pgque.queue_incarnation(text, pgque.caller) is
   'that was loaded from a dump is repaired first. Errors: PQ001 no such queue; 25000 in a REPEATABLE READ or SERIALIZABLE transaction, if the queue is to be repaired.';
 
 -- Refuses a tick that is newer than all of the queue with PQ015.
-create or replace function pgque._not_beyond(p_queue pgque.queue, p_tick_id bigint) returns void
+create or replace function pgque._not_future_tick(p_queue pgque.queue, p_tick_id bigint) returns void
 language plpgsql as $$
 declare
   v_last  bigint := (pgque._last_tick(p_queue)).tick_id;
@@ -10564,7 +10564,7 @@ declare
   v_tick  pgque.tick := pgque._tick(p_queue.queue_id, p_tick_id);
 begin
   if v_tick.tick_id is null then
-    perform pgque._not_beyond(p_queue, p_tick_id);
+    perform pgque._not_future_tick(p_queue, p_tick_id);
     perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
         (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
       'Start at a later tick. To keep ticks and events until you have read them, subscribe a consumer: rotation deletes those that all consumers have passed.');
@@ -10759,7 +10759,7 @@ declare
   v_tick      bigint;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
-  perform pgque._let_keys_be_said(q)
+  perform pgque._wait_for_keyed_sends(q)
   from pgque.queue q
   where q.queue_id = v_sub.sub_queue and $3 > (pgque._position(v_sub.sub_id)).pos_tick;
   -- The lock keeps rotation from emptying the table of this tick.
@@ -10769,12 +10769,12 @@ begin
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
   perform pgque._need_alone(v_sub, $1, $2);
   v_position := pgque._position(v_sub.sub_id);
-  v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
+  v_tick := (pgque._current_position(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
     perform pgque._promote_dead(v_sub, v_queue, v_tick, $3);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     -- The move of a running stream is no change by hand.
-    perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
+    perform pgque._record_action('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
     where pgque._stream_pid(v_sub) is distinct from pg_backend_pid();
     return $3;
   end if;
@@ -10846,7 +10846,7 @@ begin
   end if;
   -- From now on redeliveries must be in the log.
   update pgque.subscriber s set sub_offsets = true where s.sub_id = v_sub.sub_id and not s.sub_offsets;
-  return (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick;
+  return (pgque._current_position(v_sub, pgque._position(v_sub.sub_id))).pos_tick;
 end
 $$;
 comment on function pgque.open_stream(text, text, text, uuid, pgque.caller) is
@@ -10880,7 +10880,7 @@ begin
     from unnest($1, $2) with ordinality i (id, reason, n)
     left join (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc, e.ev_retry desc) e on e.ev_id = i.id
     left join lateral (
-      select pgque._add_dead_letter(pgque._waiting(row(e.*)::pgque.event, $3, case when e.ev_owner > 0 then coalesce(e.ev_retry, 0) else 0 end + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
+      select pgque._add_dead_letter(pgque._as_retry(row(e.*)::pgque.event, $3, case when e.ev_owner > 0 then coalesce(e.ev_retry, 0) else 0 end + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
       where e.ev_id is not null offset 0) b on true
     order by i.n
     $q$, pgque._rows_sql(p_sub.sub_queue, pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s)) and e.ev_id = any ($1)', p_sub.sub_id), null,
@@ -10913,7 +10913,7 @@ begin
   execute format('select count(*) from (%s) t where t.tick_id > $1', pgque._ticks_sql(v_queue.queue_id)) into ticks_behind using $3;
   events_behind := greatest(coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_tick.tick_event_seq, 0);
   begin
-    perform pgque._hurry();
+    perform pgque._shorten_lock_timeout();
     oldest_pending := greatest(coalesce(pgque.clock()
       - pgque._pending_since(v_sub, pgque._at_tick(pgque._position(v_sub.sub_id), v_tick), v_last), '0'), '0');
     perform set_config('lock_timeout', v_wait, true);
@@ -10956,7 +10956,7 @@ begin
     perform pgque._fail('PQ005', format('stage_dead needs a tick, and as many reasons as msg_ids, for consumer %I of queue %I', $2, v_queue.queue_name),
       'Pass the end of the window, and two arrays: the ids, and a reason for each.');
   end if;
-  perform pgque._not_beyond(v_queue, $3);
+  perform pgque._not_future_tick(v_queue, $3);
   insert into pgque.bad_record (bad_sub, bad_tick, bad_ev_id, bad_reason)
   select v_sub.sub_id, $3, b.id, b.reason
   from unnest($4, $5) b (id, reason)
@@ -10981,7 +10981,7 @@ declare
   v_count  int;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
-  perform pgque._not_beyond(v_queue, $3);
+  perform pgque._not_future_tick(v_queue, $3);
   delete from pgque.bad_record b where b.bad_sub = v_sub.sub_id and b.bad_tick > $3;
   get diagnostics v_count = row_count;
   return v_count;
@@ -11037,19 +11037,19 @@ begin
   if $2 = $3 then
     perform pgque._fail('PQ005', format('consumer %I of queue %I can not read its own archive', $2, v_queue.queue_name),
       'Pass the name of a new consumer, and the one whose archive it reads.');
-  elsif exists (select from pgque._named(v_queue.queue_id, $2)) then
+  elsif exists (select from pgque._subscriber_by_name(v_queue.queue_id, $2)) then
     return 0;
   end if;
   perform pgque._rebase(v_queue.queue_id);
   v_of := pgque._subscriber(v_queue.queue_name, $3);
-  v_tick := (pgque._oldest_need(v_of.sub_id)).pos_tick;
+  v_tick := (pgque._oldest_needed_position(v_of.sub_id)).pos_tick;
   -- Only now: what the consumer was moved past before that is noted.
   perform pgque._need_archived(v_queue.queue_name, v_of.sub_id, $4);
   if pgque._subscribe(v_queue.queue_name, $2, 'normal', v_tick::text, caller) = 0 then
     return 0;
   end if;
   update pgque.subscriber s set sub_history = v_of.sub_id where s.sub_id = (pgque._subscriber(v_queue.queue_name, $2)).sub_id;
-  perform pgque._did('subscribe_archive', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'archive_of', $3, 'incomplete', nullif($4, false)));
+  perform pgque._record_action('subscribe_archive', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'archive_of', $3, 'incomplete', nullif($4, false)));
   return 1;
 end
 $$;
@@ -11110,7 +11110,7 @@ $$;
 -- at the tick, or the messages were delayed then, or replaced since, or the repair of a
 -- restored queue made them retries of this consumer.  They are few, and _span_xids()
 -- bounds where they are, unless old ids may enter the log at any time.  Retries of the
--- other consumer may be in the log too, see _pumped().  All is one statement, so that no
+-- other consumer may be in the log too, see _pump_owners().  All is one statement, so that no
 -- message moves while it looks for it.  p_first ends the queries for each place.
 create or replace function pgque._archived_sql(
   p_queue pgque.queue, p_consumer text, p_tick_id bigint, p_after bigint, p_upto bigint, p_types text[], p_columns text, p_first text default ''
@@ -11126,7 +11126,7 @@ declare
   v_late   text;
   v_which  text;
 begin
-  if v_sub.sub_history is null or (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick <> p_tick_id then
+  if v_sub.sub_history is null or (pgque._current_position(v_sub, pgque._position(v_sub.sub_id))).pos_tick <> p_tick_id then
     perform pgque._fail('PQ015', pg_catalog.format('consumer %I of queue %I has no archive to read at tick %s', p_consumer, p_queue.queue_name, p_tick_id),
       'It has read it, or was subscribed anew or moved since. Begin again: subscribe another consumer with subscribe_archive().');
   end if;
@@ -11163,7 +11163,7 @@ begin
     pgque._rows_sql(p_queue.queue_id, v_late, null, v_since, 'e.*', true),
     p_queue.queue_id, p_columns, pg_catalog.replace(pgque._event_columns(), 'e.ev_txid', 'null::xid8 as ev_txid'), v_of.sub_consumer,
     v_which, pgque._event_columns(), pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
-      'select (pgque._event(e)).* from pgque.retry_queue e where e.ev_owner = %s and e.ev_queue = %s and %s', v_of.sub_id, p_queue.queue_id, v_ids)),
+      'select (pgque._as_event(e)).* from pgque.retry_queue e where e.ev_owner = %s and e.ev_queue = %s and %s', v_of.sub_id, p_queue.queue_id, v_ids)),
     v_sub.sub_id, v_ids,
     pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then 'e.ev_owner = ' || v_of.sub_id else 'false' end, null, v_since),
     pgque._archived_by('e', p_queue.queue_id));
@@ -11328,7 +11328,7 @@ begin
         pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_event_seq), pgque._rows_sql(p_queue.queue_id, 'true'))
       into v_found;
     end if;
-    perform pgque._let_go();
+    perform pgque._undo_block();
   exception
     when sqlstate 'PQ099' then
       null;
@@ -11461,7 +11461,7 @@ begin
   perform pgque._note_complete_later();
   update pgque.queue q set queue_xid = '2' where q.queue_restored;
   get diagnostics v_count = row_count;
-  perform pgque._did('confirm_restore', null, jsonb_build_object('queues', v_count));
+  perform pgque._record_action('confirm_restore', null, jsonb_build_object('queues', v_count));
   return v_count;
 end
 $$;
@@ -11473,7 +11473,7 @@ comment on function pgque.confirm_restore() is
 -- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,
 -- readers and workers of the queue repair it too, and hold some of these locks.
 -- A worker that has its consumer's row may wait for the tables, so that this call waits
--- for rows only briefly, and _insist() releases the tables.  Raises PQ099 if there is
+-- for rows only briefly, and _execute_insistently() releases the tables.  Raises PQ099 if there is
 -- nothing to repair any more, so that no lock stays.
 create or replace function pgque._lock_restored(p_queue_id int) returns void
 language plpgsql as $$
@@ -11486,7 +11486,7 @@ begin
   perform pg_catalog.set_config('lock_timeout', '50ms', true);
   perform from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored for update;
   if not found then
-    perform pgque._let_go();
+    perform pgque._undo_block();
   end if;
   perform from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update;
 end
@@ -11513,7 +11513,7 @@ begin
   end if;
   perform pgque._need_read_committed('a restored queue');
   begin
-    perform pgque._insist(format('select pgque._lock_restored(%s)', p_queue_id));
+    perform pgque._execute_insistently(format('select pgque._lock_restored(%s)', p_queue_id));
   exception
     when sqlstate 'PQ099' then
       return false;
@@ -11523,13 +11523,13 @@ begin
   perform pgque._create_reader(p_queue_id);   -- those of the dump may be of an earlier version
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
-    v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
-    if cardinality(pgque._hold_batches(v_sub, v_open, null)) < cardinality(v_open) then
+    v_open := array(select h.token from pgque._open_batches(v_sub.sub_id) h);
+    if cardinality(pgque._try_lock_batches(v_sub, v_open, null)) < cardinality(v_open) then
       -- Waiting for the worker would be a deadlock if it asks for more messages.
       perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
         'Retry the transaction.');
     end if;
-    perform pgque._shelve(v_sub, h.lease, h.until) from pgque._held(v_sub.sub_id) h;
+    perform pgque._move_to_retry(v_sub, h.lease, h.until) from pgque._open_batches(v_sub.sub_id) h;
     v_position := pgque._next_from(pgque._position(v_sub.sub_id));
     -- All rows ahead of its position, without those that it finished in the window.
     v_rows := pgque._rows_sql(p_queue_id, format(
@@ -11543,7 +11543,7 @@ begin
       ' from (%s) e on conflict do nothing', p_queue_id, v_sub.sub_id, v_rows)
     using pgque.clock();
   end loop;
-  perform pgque._refresh_waiting(p_queue_id);
+  perform pgque._refresh_retries(p_queue_id);
   update pgque.retry_queue r set ev_lane = pgque._lane(s, r.ev_key, r.ev_extra1)
   from pgque.subscriber s
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
@@ -11576,7 +11576,7 @@ declare
 begin
   select min(p.pos_tick) into v_tick
   from pgque.subscriber s
-  cross join lateral pgque._oldest_need(s.sub_id) p
+  cross join lateral pgque._oldest_needed_position(s.sub_id) p
   where s.sub_queue = p_queue_id and s.sub_main is null;
   return coalesce(v_tick, (pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id))).tick_id);
 end
@@ -11587,7 +11587,7 @@ $$;
 -- a reader of offsets may begin there, also while no consumer keeps rows for it.  Only a
 -- transaction that was open across a rotation breaks this: its rows are in the older
 -- table, behind the first ticks of the newer one.
-create or replace function pgque._forget_ticks(p_queue_id int, p_n int) returns void
+create or replace function pgque._delete_ticks(p_queue_id int, p_n int) returns void
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_first  pg_snapshot;
@@ -11643,8 +11643,8 @@ begin
   -- Most of this work is done, and committed, before the table is locked.
   if pgque._keyed(v_queue) then
     begin
-      if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) or pgque._refresh_waiting(v_id, v_next) = 0 then
-        perform pgque._let_go();
+      if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) or pgque._refresh_retries(v_id, v_next) = 0 then
+        perform pgque._undo_block();
       end if;
     exception
       when lock_not_available or sqlstate 'PQ099' then
@@ -11664,14 +11664,14 @@ begin
       and pg_relation_size(format('pgque.event_%s_%s', v_id, (v_next + 1) % 3)) = 0
       and pg_relation_size(format(v_current, 'tick')) < 131072
     then
-      perform pgque._let_go();
+      perform pgque._undo_block();
     end if;
     -- All checks so far took no lock, so that a call without a result writes nothing.
     perform from pgque.queue q
     where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
     for no key update skip locked;
     if not found then
-      perform pgque._let_go();
+      perform pgque._undo_block();
     end if;
     if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
       -- Before the tables are locked, since there may be thousands of consumers.  No
@@ -11690,12 +11690,12 @@ begin
       into v_needed
       using pg_snapshot_xmax(v_slowest.tick_snapshot), array(select pg_snapshot_xip(v_slowest.tick_snapshot)), v_slowest.tick_id;
       if v_needed is distinct from false then
-        perform pgque._let_go();
+        perform pgque._undo_block();
       end if;
       -- A session that has such a row locked may wait for the table: then this call
       -- fails.
-      perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where pgque._keyed(v_queue);
-      perform pgque._forget_ticks(v_id, v_next);
+      perform pgque._refresh_retries(v_id, v_next, null, 'nowait') where pgque._keyed(v_queue);
+      perform pgque._delete_ticks(v_id, v_next);
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
     execute format('select t.tick_event_seq from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(v_id)) into v_floor;
@@ -11727,7 +11727,7 @@ language sql volatile as $$
 $$;
 
 -- Makes the other leaf of the journal the current one, and notes it for polls.
-create or replace function pgque._turn_journal(p_cur int) returns void
+create or replace function pgque._rotate_journal(p_cur int) returns void
 language plpgsql as $$
 begin
   update pgque.journal j set journal_cur = 1 - p_cur, journal_flipped_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
@@ -11771,12 +11771,12 @@ begin
     if not found or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
-    perform pgque._turn_journal(v_cur);
+    perform pgque._rotate_journal(v_cur);
     return 1;
   end if;
-  for v_sub in select s.* from pgque.subscriber s where not pgque._has_carried(s.sub_id, v_cur) for no key update skip locked loop
-    perform pgque._carry_over(pgque._position(v_sub.sub_id), v_cur);
-    perform pgque._carry_leases(v_sub, v_cur);
+  for v_sub in select s.* from pgque.subscriber s where not pgque._has_copied(s.sub_id, v_cur) for no key update skip locked loop
+    perform pgque._copy_position(pgque._position(v_sub.sub_id), v_cur);
+    perform pgque._copy_leases(v_sub, v_cur);
   end loop;
   -- A reader with an old snapshot gets 40001 if this row changed.
   if v_waits then
@@ -11788,7 +11788,7 @@ begin
     end if;
   end if;
   execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur, case when not v_waits then ' nowait' end);
-  if exists (select from pgque.subscriber s where not pgque._has_carried(s.sub_id, v_cur)) then
+  if exists (select from pgque.subscriber s where not pgque._has_copied(s.sub_id, v_cur)) then
     return 0;
   end if;
   -- Counters continue.
@@ -11819,13 +11819,13 @@ end
 $$;
 
 -- Returns whether a leaf has a subscriber's position, and all rows of its open batches.
-create or replace function pgque._has_carried(p_sub int, p_cur int) returns boolean
+create or replace function pgque._has_copied(p_sub int, p_cur int) returns boolean
 language plpgsql as $$
 declare
   v_position  pgque.position := pgque._position_in(p_sub, p_cur);
 begin
   return v_position.pos_sub is not null
-    and not exists (select from pg_catalog.unnest(v_position.pos_open) o (token) where not pgque._carried(p_sub, o.token, p_cur));
+    and not exists (select from pg_catalog.unnest(v_position.pos_open) o (token) where not pgque._is_copied(p_sub, o.token, p_cur));
 end
 $$;
 
@@ -11855,7 +11855,7 @@ begin
     execute format(
       'select t.* from (%s) t where t.tick_time < $1 and t.tick_id < $2 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
     into v_to using v_cutoff, coalesce(v_young, 9223372036854775807);
-    perform pgque._let_go();
+    perform pgque._undo_block();
   exception
     when sqlstate 'PQ099' then
       null;
@@ -11864,13 +11864,13 @@ begin
     for v_sub in
       select s.*
       from pgque.subscriber s
-      where s.sub_queue = p_queue_id and s.sub_main is null and (pgque._oldest_need(s.sub_id)).pos_tick < v_to.tick_id
+      where s.sub_queue = p_queue_id and s.sub_main is null and (pgque._oldest_needed_position(s.sub_id)).pos_tick < v_to.tick_id
       for no key update skip locked
     loop
       v_count := v_count + pgque._move_forward(v_queue, v_sub, v_to);
     end loop;
   end if;
-  return v_count + pgque._give_up_waiting(v_queue, v_cutoff);
+  return v_count + pgque._give_up_retries(v_queue, v_cutoff);
 end
 $$;
 
@@ -11890,18 +11890,18 @@ declare
 begin
   -- Leased messages may still be finished, but not from the log.  Batches are locked
   -- together, since a server has no room for thousands of locks.
-  v_mine := pgque._hold_batches(p_sub, array(select h.token from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200));
-  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where h.token = any (v_mine) loop
+  v_mine := pgque._try_lock_batches(p_sub, array(select h.token from pgque._open_batches(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200));
+  for v_held in select h.token, h.lease, h.until from pgque._open_batches(p_sub.sub_id) h where h.token = any (v_mine) loop
     if exists (select from pgque._states(p_sub.sub_id, array[v_held.token]) s where s.place = 'log') then
       if p_sub.sub_role <> 'pool' then
         -- A batch whose lease has no end is not kept for longer than other messages.  A
         -- client that acknowledges a dropped message gets the answer that it has its
         -- outcome.
-        v_dropped := pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to, 10000);
+        v_dropped := pgque._give_up_to(p_queue, p_sub, v_held.lease, p_to, 10000);
         v_position.pos_skipped := v_position.pos_skipped + v_dropped;
       end if;
       if v_dropped < 10000 then
-        v_left := pgque._shelve(p_sub, v_held.lease, v_held.until);
+        v_left := pgque._move_to_retry(p_sub, v_held.lease, v_held.until);
         -- A batch without messages is finished: ack() of it returns 0.
         perform pgque._record(v_held.token, 'closed') where v_left = 0 and p_sub.sub_role <> 'pool';
       end if;
@@ -11918,7 +11918,7 @@ begin
     if v_upto.tick_event_seq - v_position.pos_event_seq > 10000 then
       v_upto := pgque._tick(p_queue.queue_id, pgque.next_tick(p_queue.queue_name, v_position.pos_tick, 10000, null, v_upto.tick_id));
     end if;
-    v_position.pos_skipped := v_position.pos_skipped + pgque._drop_upto(p_queue, p_sub, v_position, v_upto);
+    v_position.pos_skipped := v_position.pos_skipped + pgque._give_up_to(p_queue, p_sub, v_position, v_upto);
     if v_upto.tick_id < v_position.pos_next_tick then
       v_position.pos_tick := v_upto.tick_id;
       v_position.pos_snapshot := v_upto.tick_snapshot;
@@ -11936,7 +11936,7 @@ $$;
 
 -- Gives up the messages of a position's window or batch up to a tick that have no
 -- outcome.  Returns how many, at most p_most.
-create or replace function pgque._drop_upto(
+create or replace function pgque._give_up_to(
   p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick, p_most int default null
 ) returns bigint
 language plpgsql as $$
@@ -11954,7 +11954,7 @@ begin
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
     execute pg_catalog.format(
-      'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, pgque.clock(), null, null)).* from (%s) e'
+      'insert into pgque.retry_queue select (pgque._as_retry(e, $1, 0, pgque.clock(), null, null)).* from (%s) e'
       ' where (e.ev_id in (select pg_catalog.unnest((select $2)))) is true on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
     using p_sub, v_claim.busy;
     -- A sender with an older snapshot does not see that they are dropped.
@@ -11966,9 +11966,9 @@ begin
   for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
     v_ids := v_ids || v_event.ev_id;
     if v_event.ev_expires <= pgque.clock() then
-      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+      perform pgque._count(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
     else
-      perform pgque._give_up(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
+      perform pgque._give_up(p_queue, p_sub, pgque._as_retry(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
     end if;
   end loop;
   perform pgque._record(p_position.pos_batch, 'outcome', v_ids) where p_position.pos_batch is not null;
@@ -11980,7 +11980,7 @@ $$;
 -- time counts from when a message was due, and not from the send: a message with a long
 -- delay keeps its retries.  A lease without an end does not keep a message: then the time
 -- counts from the delivery.  Returns 1 if it gave up 10,000, the most for one call.
-create or replace function pgque._give_up_waiting(p_queue pgque.queue, p_cutoff timestamptz) returns int
+create or replace function pgque._give_up_retries(p_queue pgque.queue, p_cutoff timestamptz) returns int
 language plpgsql as $$
 declare
   v_held   bigint[];
@@ -11996,8 +11996,8 @@ begin
       where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_retry_after = 'infinity'
     ) h
     where coalesce((pgque._lease(h.ev_owner, h.ev_batch)).pos_time, '-infinity') < p_cutoff);
-  v_aside := pgque._claim_aside(p_queue.queue_id, array(
-    select pgque._slim_waiting(e)
+  v_aside := pgque._claim_retries(p_queue.queue_id, array(
+    select pgque._slim_retry(e)
     from (
       select e.* from pgque.retry_queue e
       where e.ev_queue = p_queue.queue_id and e.ev_retry_after < p_cutoff and e.ev_owner <> 0
@@ -12057,7 +12057,7 @@ $$;
 -- Locks a queue's consumers and batches until the transaction ends.  A session that
 -- works with a batch may receive next, which needs the consumer.  So the function does
 -- not wait while it has the consumers locked: it releases them first.
-create or replace function pgque._stop_all(p_queue_id int) returns void
+create or replace function pgque._lock_consumers(p_queue_id int) returns void
 language plpgsql as $$
 declare
   v_wait  text := pg_catalog.current_setting('lock_timeout');
@@ -12069,7 +12069,7 @@ begin
       if pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id) then
         return;
       end if;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
@@ -12078,7 +12078,7 @@ begin
     begin
       perform pg_catalog.set_config('lock_timeout', '50ms', true);
       perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id);
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
@@ -12107,11 +12107,11 @@ declare
 begin
   perform pgque._need_read_committed('purge()');
   perform pgque._rebase(v_queue.queue_id);
-  perform pgque._let_keys_be_said(v_queue);
+  perform pgque._wait_for_keyed_sends(v_queue);
   -- Calls that move a consumer to a stored tick wait here; those with an older snapshot get
   -- 40001, since the row changes.
   update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
-  perform pgque._stop_all(v_queue.queue_id);
+  perform pgque._lock_consumers(v_queue.queue_id);
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
@@ -12144,7 +12144,7 @@ begin
   )
   delete from pgque.retry_queue r using found f
   where r.ctid = f.ctid;
-  perform pgque._did('purge', v_queue.queue_name, jsonb_build_object('messages', v_count));
+  perform pgque._record_action('purge', v_queue.queue_name, jsonb_build_object('messages', v_count));
   return v_count;
 end
 $$;
@@ -12170,17 +12170,17 @@ begin
     if v_pos.pos_lapse <= pgque.clock() and v_queue.queue_max_receive_attempts = 1 then
       perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for no key update skip locked;
       continue when not found;
-      perform pgque._append_position(pgque._reap(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque.clock()));
+      perform pgque._append_position(pgque._collect_expired(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque.clock()));
     end if;
     v_rows := array(
-      select pgque._slim_waiting(r)
+      select pgque._slim_retry(r)
       from (
         select r.* from pgque.retry_queue r
         where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock() and r.ev_receives >= v_queue.queue_max_receive_attempts
         limit 10000 - v_count
         for update skip locked
       ) r);
-    perform pgque._weed(v_queue, v_sub, v_rows, pgque.clock());
+    perform pgque._choose_retries(v_queue, v_sub, v_rows, pgque.clock());
     v_count := v_count + cardinality(v_rows);
     exit when v_count >= 10000;
   end loop;
@@ -12193,7 +12193,7 @@ comment on function pgque.maint_lapsed() is
 
 -- Empties side tables without live rows, so that not even their dead rows stay.  A
 -- table in use is skipped.
-create or replace function pgque._sweep() returns int
+create or replace function pgque._empty_side_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_count  int := 0;
@@ -12338,7 +12338,7 @@ begin
   end if;
   -- A failure in one part must not stop the others.  _drop_leaves is last: all others
   -- use the tables that it locks.
-  foreach v_part in array array['_note_complete_later', '_copy_options', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_note_complete_later', '_copy_options', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_rotate_history', '_empty_side_tables', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;
@@ -12414,7 +12414,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 begin
   perform pgque._init();
   update pgque.config c set tick_period_ms = $1;
-  perform pgque._did('set_tick_period_ms', null, jsonb_build_object('ms', $1));
+  perform pgque._record_action('set_tick_period_ms', null, jsonb_build_object('ms', $1));
   return $1;
 exception
   when check_violation or not_null_violation then
@@ -12430,7 +12430,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 begin
   perform pgque._init();
   update pgque.config c set tick_share = $1;
-  perform pgque._did('set_tick_share', null, jsonb_build_object('percent', $1));
+  perform pgque._record_action('set_tick_share', null, jsonb_build_object('percent', $1));
   return $1;
 exception
   when check_violation or not_null_violation then
@@ -12631,7 +12631,7 @@ begin
           exit;
         end if;
       end if;
-      v_look := pgque._look_at(v_look);
+      v_look := pgque._check_queue(v_look);
       looked := pg_catalog.array_append(looked, v_look);
       v_took := pg_catalog.clock_timestamp() - p_mark;
       p_mark := p_mark + v_took;
@@ -12875,7 +12875,7 @@ begin
   raise notice using
     message = format('pgque: pg_cron job %s is created and has not run yet', v_job),
     hint = 'Check that it runs: select * from pgque.status(); It starts within seconds, with pg_cron 1.4 at the next full minute.';
-  perform pgque._did('start', null);
+  perform pgque._record_action('start', null);
   return v_job;
 end
 $$;
@@ -12889,7 +12889,7 @@ begin
   perform pgque._init() where pgque._loading() is null;
   update pgque.config c set stopped_at = clock_timestamp();
   perform pgque._unschedule();
-  perform pgque._did('stop', null);
+  perform pgque._record_action('stop', null);
 end
 $$;
 comment on function pgque.stop() is
@@ -13128,7 +13128,7 @@ begin
       v_foreign);
   end if;
   perform pgque.stop();
-  perform pgque._insist(
+  perform pgque._execute_insistently(
     case when exists (select from pg_catalog.pg_extension e where e.extname = 'pgque') then 'drop extension pgque cascade; ' else '' end
     || 'drop schema if exists pgque cascade');
 end
@@ -13149,7 +13149,7 @@ declare
   v_time      timestamptz := v_position.pos_time;
 begin
   select s.* into v_sub from pgque.subscriber s where s.sub_id = p_sub;
-  v_position := case when v_sub.sub_main is null then pgque._standing(v_sub, v_position) else pgque._batch_of_worker(v_sub) end;
+  v_position := case when v_sub.sub_main is null then pgque._current_position(v_sub, v_position) else pgque._batch_of_worker(v_sub) end;
   v_position.pos_time := v_time;
   v_position.pos_until := null;   -- not every client can read an infinite time
   v_position.pos_lapse := null;
@@ -13199,7 +13199,7 @@ $$;
 
 -- Returns whether a queue was dropped since its row was read.  Its tables may stay for
 -- a while.
-create or replace function pgque._is_gone(p_queue_id int) returns boolean
+create or replace function pgque._was_dropped(p_queue_id int) returns boolean
 language plpgsql as $$
 begin
   return not exists (select from pgque.queue q where q.queue_id = p_queue_id) or pgque._missing_leaf(p_queue_id) is not null;
@@ -13221,7 +13221,7 @@ $$;
 -- Shortens lock_timeout for a function that reads every queue: it waits only briefly
 -- for the tables of a locked one, and returns what it knows without them.  The caller
 -- undoes its block, and this setting with it.
-create or replace function pgque._hurry() returns void
+create or replace function pgque._shorten_lock_timeout() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
 -- These functions read each queue with the same statements.  One plan for all queues
@@ -13271,7 +13271,7 @@ begin
       ticker_lag := null;
       ev_per_sec := null;
       last_tick_id := null;
-      perform pgque._hurry();
+      perform pgque._shorten_lock_timeout();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
         -- The last tick that is a minute old, found backwards, since a busy queue has too many
@@ -13291,14 +13291,14 @@ begin
         perform pgque._no_queue(queue_name);
       end if;
       return next;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
         return next;
       when others then
-        if $1 is not null or not pgque._is_gone(v_queue.queue_id) then
+        if $1 is not null or not pgque._was_dropped(v_queue.queue_id) then
           raise;
         end if;   -- else the queue was dropped meanwhile
     end;
@@ -13398,7 +13398,7 @@ begin
     v_pos := p_positions[n];
     last_seen := pgque.clock() - v_pos.pos_time;
     consumer_name := pgque._subscriber_name(v_sub);
-    v_pos := case when v_sub.sub_main is null then pgque._standing(v_sub, v_pos) else pgque._batch_of_worker(v_sub) end;
+    v_pos := case when v_sub.sub_main is null then pgque._current_position(v_sub, v_pos) else pgque._batch_of_worker(v_sub) end;
     last_tick := v_pos.pos_tick;
     current_batch := v_pos.pos_batch;
     next_tick := v_pos.pos_next_tick;
@@ -13411,7 +13411,7 @@ begin
         -- What was rolled back has drawn ids, too.
         pending_events := case when lag is null then 0 else pending_events end;
       else
-        lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_of(v_pos))).tick_time end;
+        lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_tick(v_pos))).tick_time end;
       end if;
       if v_sub.sub_main is null then
         -- Messages that may be received again, or were not delivered yet because of
@@ -13423,7 +13423,7 @@ begin
           group by 3
           union all
           select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
-          from pgque._lapsed(v_sub.sub_id, v_pos) l
+          from pgque._expired_batches(v_sub.sub_id, v_pos) l
           union all
           -- Redelivered to a consumer whose leases never expire, and not finished
           select r.n, l.pos_time, r.behind
@@ -13481,16 +13481,16 @@ begin
     continue when v_subs is null;
     v_locked := false;
     begin
-      perform pgque._hurry();
+      perform pgque._shorten_lock_timeout();
       return query select c.* from pgque._consumers(v_queue, v_subs, v_positions, pgque._missing_leaf(v_queue.queue_id) is not null) c;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
         v_locked := true;
       when others then
-        if not pgque._is_gone(v_queue.queue_id) then
+        if not pgque._was_dropped(v_queue.queue_id) then
           raise;
         elsif $1 is not null then
           perform pgque._no_queue($1);
@@ -13529,7 +13529,7 @@ begin
   end if;
   if $3 is not null then
     v_sub := pgque._subscriber($1, $3, caller);
-    v_pos := pgque._standing(v_sub, pgque._position(v_sub.sub_id));
+    v_pos := pgque._current_position(v_sub, pgque._position(v_sub.sub_id));
   else
     v_tick := pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id));
     v_pos.pos_snapshot := v_tick.tick_snapshot;
@@ -13549,7 +13549,7 @@ begin
     exit when v_count >= $2;
     v_length := 8 * v_length;
   end loop;
-  for v_lapsed in select (l.lease).* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
+  for v_lapsed in select (l.lease).* from pgque._expired_batches(v_sub.sub_id, v_pos) l loop
     -- After a move back, a row may be ahead of the position and in an expired batch.
     v_once := 'distinct on (e.ev_id, e.ev_txid, e.ev_retry)';
     v_rows := v_rows || ' union all ' || pgque._undone_sql(v_sub, v_lapsed);
@@ -13570,7 +13570,7 @@ begin
       where r.ev_queue = $1 and r.ev_retry_after <= $5 and ($3 is null or r.ev_owner in (0, $3))
         and not exists (select from log e where e.ev_id = r.ev_id)
         and not (r.ev_key is not null and r.ev_receives = 0 and exists (
-          select from pg_catalog.unnest(pgque._said($1, array[pgque._event(pgque._slim_waiting(r))])) s where s.ev_owner = -2))
+          select from pg_catalog.unnest(pgque._key_rows($1, array[pgque._as_event(pgque._slim_retry(r))])) s where s.ev_owner = -2))
       order by r.ev_id
       limit $4)
     order by 1
@@ -13650,7 +13650,7 @@ $$;
 
 -- Returns where the rows of a message are in the log, as _rows_sql() takes it: a
 -- condition on row addresses for each table, null for none.
-create or replace function pgque._places(p_queue pgque.queue, p_id bigint) returns text[]
+create or replace function pgque._row_addresses(p_queue pgque.queue, p_id bigint) returns text[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_places  text[];
@@ -13691,7 +13691,7 @@ begin
   end if;
   p_after := least(greatest(p_after, p_id - 1), 4611686018427387904);   -- no id is higher
   if p_id is not null then
-    v_places := pgque._places(p_queue, p_id);
+    v_places := pgque._row_addresses(p_queue, p_id);
   end if;
   for v_sub in
     select s.*
@@ -13701,7 +13701,7 @@ begin
   loop
     if coalesce(p_status, 'processing') in ('processing', 'retry', 'expired') then
       for v_held in
-        select h.* from pgque._held(v_sub.sub_id) h
+        select h.* from pgque._open_batches(v_sub.sub_id) h
         where ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= p_id) is not true
       loop
         return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and, v_places)), $q$
@@ -13714,7 +13714,7 @@ begin
     return query select m.* from pgque._messages_ahead(p_queue, v_sub, p_limit, p_where, p_status, p_after, v_places) m;
   end loop;
   if coalesce(p_status, 'delayed') in ('pending', 'processing', 'delayed', 'retry', 'expired') then
-    return query execute pgque._limited_sql(pgque._waiting_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
+    return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
   if coalesce(p_status, 'dead') in ('dead', 'failed') then
     -- One consumer after the other, in the order of an index.
@@ -13794,7 +13794,7 @@ end
 $$;
 
 -- Returns the query for the messages of _messages() that are in the retry queue.
-create or replace function pgque._waiting_messages_sql() returns text
+create or replace function pgque._retry_messages_sql() returns text
 language sql immutable as $f$
   select $q$
     select r.ev_id, c.co_name,
@@ -13980,7 +13980,7 @@ begin
     join pgque.consumer c on c.co_id = s.sub_consumer
     cross join lateral (
       select (l.lease).pos_worker as worker, l.token, (l.lease).pos_done_count - l.settled as messages, (l.lease).pos_time as at, l.until
-      from pgque._held(s.sub_id) l
+      from pgque._open_batches(s.sub_id) l
       union all
       select r.ev_worker, r.ev_batch, 1, null, r.ev_retry_after
       from pgque.retry_queue r
@@ -14014,7 +14014,7 @@ begin
     ) m
     order by m.receive_count desc, m.msg_id
     limit $7
-    $q$, pgque._limited_sql(pgque._waiting_messages_sql(), 'm.receive_count > m.retry_count + 1'),
+    $q$, pgque._limited_sql(pgque._retry_messages_sql(), 'm.receive_count > m.retry_count + 1'),
     pgque._limited_sql(pgque._dead_messages_sql($d$ and (greatest(d.dl_receives, d.ev_retry) > coalesce(d.ev_retry, 0) + 1 or d.dl_reason = 'receive attempts used up')$d$), 'true'))
   using v_queue.queue_id, pgque.clock(), 100000, null::bigint, 0::bigint, null::int, case when $2 < 0 then 0 else $2 end;
 end
@@ -14034,7 +14034,7 @@ language sql immutable as $$ select 100 $$;
 -- Returns the subscribers of a queue with the greatest lag and their positions, the
 -- number of its consumers, and the slowest of them.  The messages that the slowest
 -- still needs, those in its workers' batches included, have ids above slowest_seq.
-create or replace function pgque._stragglers(
+create or replace function pgque._slowest_consumers(
   p_queue_id int, out subs pgque.subscriber[], out positions pgque.position[], out consumers bigint, out slowest text, out slowest_seq bigint
 )
 language plpgsql as $$
@@ -14055,7 +14055,7 @@ begin
     select pgque._subscriber_name(p.sub) as consumer_name, n.seq
     from p
     cross join lateral (
-      select o.pos_tick, o.pos_event_seq from pgque._oldest_need((p.sub).sub_id) o where pg_catalog.cardinality((p.pos).pos_open) > 0
+      select o.pos_tick, o.pos_event_seq from pgque._oldest_needed_position((p.sub).sub_id) o where pg_catalog.cardinality((p.pos).pos_open) > 0
       union all
       -- The same as _next_from(), in one query for many consumers.
       select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end,
@@ -14117,7 +14117,7 @@ declare
   v_wait   text := pg_catalog.current_setting('lock_timeout');
   v_sizes  jsonb;
 begin
-  perform pgque._hurry();
+  perform pgque._shorten_lock_timeout();
   v_sizes := pgque._sizes(p_queues);
   perform pg_catalog.set_config('lock_timeout', v_wait, true);
   return v_sizes;
@@ -14206,7 +14206,7 @@ declare
   v_back   record;
   v_shown  int[];
 begin
-  select f.* into v_back from pgque._stragglers(p_queue.queue_id) f;
+  select f.* into v_back from pgque._slowest_consumers(p_queue.queue_id) f;
   v_shown := array(select s.sub_id from unnest(v_back.subs) s);
   return query
     select m.metric, p_queue.queue_name, null::text, m.value::double precision
@@ -14240,7 +14240,7 @@ begin
     from (
       select (p.sub).sub_id, (o.lease).pos_done_count - o.settled as messages
       from pgque._positions(p_queue.queue_id) p
-      cross join lateral pgque._held((p.sub).sub_id) o
+      cross join lateral pgque._open_batches((p.sub).sub_id) o
       where cardinality((p.pos).pos_open) > 0
       union all
       select s.sub_id, 1
@@ -14323,14 +14323,14 @@ begin
   for v_queue in select q.* from pgque.queue q where q.queue_id = any (p_queues) order by q.queue_name loop
     continue when not p_sizes ? v_queue.queue_id::text or pgque._missing_leaf(v_queue.queue_id) is not null;
     begin
-      perform pgque._hurry();
+      perform pgque._shorten_lock_timeout();
       return query select f.* from pgque._queue_metrics(v_queue, (p_sizes ->> v_queue.queue_id::text)::numeric) f;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' or lock_not_available then
         null;
       when others then
-        if not pgque._is_gone(v_queue.queue_id) then
+        if not pgque._was_dropped(v_queue.queue_id) then
           raise;
         end if;   -- else the queue was dropped meanwhile
     end;
@@ -14528,7 +14528,7 @@ begin
   select pgque._subscriber_name(s) as consumer, h.worker, v_now - h.since as age into v_held
   from pg_catalog.unnest(p_subs) s
   cross join lateral (
-    select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._held(s.sub_id) o where o.until > v_now
+    select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._open_batches(s.sub_id) o where o.until > v_now
     union all
     select l.pos_worker, l.pos_time
     from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now) b
@@ -14546,7 +14546,7 @@ end
 $$;
 
 -- Returns all checks of one queue; no row if it was dropped meanwhile.  p_pumped: see
--- _pumped().
+-- _pump_owners().
 create or replace function pgque._queue_health(
   p_queue pgque.queue, p_pumped int[], out check_name text, out queue text, out status text, out detail text, out advice text
 ) returns setof record
@@ -14574,7 +14574,7 @@ begin
     perform pgque._no_queue(p_queue.queue_name);   -- a session that waited for the lock may have waited for a DROP of the queue
   end if;
   v_last := pgque._last_tick(p_queue);
-  select f.* into v_back from pgque._stragglers(p_queue.queue_id) f;
+  select f.* into v_back from pgque._slowest_consumers(p_queue.queue_id) f;
   return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_back.slowest, v_back.slowest_seq) h;
   v_ticks := pgque._health_ticks(p_queue, v_last);
   return query select 'ticks', queue, v_ticks.status, v_ticks.detail, v_ticks.advice;
@@ -14619,7 +14619,7 @@ language plpgsql as $$
 declare
   v_queue    pgque.queue;
   v_queues   int[] := pgque._some_queues(p_queues, 2);
-  v_pumped   int[] := array(select o.id from pgque._pumped() o (id));
+  v_pumped   int[] := array(select o.id from pgque._pump_owners() o (id));
 begin
   if cardinality(v_queues) < cardinality(p_queues) then
     check_name := 'queues';
@@ -14630,9 +14630,9 @@ begin
   end if;
   for v_queue in select q.* from pgque.queue q where q.queue_id = any (v_queues) order by q.queue_name loop
     begin
-      perform pgque._hurry();
+      perform pgque._shorten_lock_timeout();
       return query select h.* from pgque._queue_health(v_queue, v_pumped) h;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
@@ -14645,7 +14645,7 @@ begin
         detail := coalesce(detail, 'a table that the queues share was locked');
         return next;
       when others then
-        if not pgque._is_gone(v_queue.queue_id) then
+        if not pgque._was_dropped(v_queue.queue_id) then
           raise;
         end if;   -- else the queue was dropped meanwhile
     end;
@@ -14887,7 +14887,7 @@ comment on function pgque.queue_rates(text, interval, int, pgque.caller) is
 
 -- Records a change that a role made by hand, in the same transaction.  A null argument
 -- was left out, except the value of a setting: there it restores the default.
-create or replace function pgque._did(p_call text, p_queue text, p_args jsonb default null) returns void
+create or replace function pgque._record_action(p_call text, p_queue text, p_args jsonb default null) returns void
 language plpgsql as $$
 begin
   if not exists (select from pgque.config c where c.keep_actions is null) then
@@ -14996,10 +14996,10 @@ begin
     exit when clock_timestamp() > v_end;
     continue when (v_behind.q).queue_id = any (v_locked);
     begin
-      perform pgque._hurry();
+      perform pgque._shorten_lock_timeout();
       select c.lag, c.pending_events into v_found
       from pgque._consumers(v_behind.q, array[v_behind.s], array[v_behind.pos], pgque._missing_leaf((v_behind.q).queue_id) is not null) c;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         insert into pgque.sample (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf)
@@ -15022,7 +15022,7 @@ begin
   if pgque._period($2::text) > '100 years' then
     raise data_exception using message = 'more than 100 years';
   elsif $2 is null then
-    perform pgque._did('set_history', null, jsonb_build_object('what', $1, 'keep', 'off'));
+    perform pgque._record_action('set_history', null, jsonb_build_object('what', $1, 'keep', 'off'));
   end if;
   if $1 = 'actions' then
     update pgque.config c set keep_actions = $2;
@@ -15031,7 +15031,7 @@ begin
   else
     raise data_exception using message = 'no such history';
   end if;
-  perform pgque._did('set_history', null, jsonb_build_object('what', $1, 'keep', $2)) where $2 is not null;
+  perform pgque._record_action('set_history', null, jsonb_build_object('what', $1, 'keep', $2)) where $2 is not null;
   return $2;
 exception
   when data_exception or check_violation then
@@ -15048,7 +15048,7 @@ comment on function pgque.set_history(text, interval) is
 -- is full.  The next call makes the empty leaf the current one.  So recording never
 -- waits for a transaction that emptied a leaf and stays open.  A history that is off
 -- keeps its rows.
-create or replace function pgque._turn_history() returns int
+create or replace function pgque._rotate_history() returns int
 language plpgsql as $$
 declare
   v_history  record;
@@ -15277,6 +15277,86 @@ $$;
 -- For a maint_tables() that goes on.
 create or replace function pgque._make_readers() returns int
 language sql as $$ select 0 $$;
+
+-- Functions that have other names since 0.9 keep a copy under the name of before.
+do $$
+declare
+  v_copy  text;
+begin
+  for v_copy in
+    select replace(pg_get_functiondef(p.oid), ' pgque.' || n.now || '(', ' pgque.' || n.earlier || '(')
+    from (values
+      ('_undo_block', '_let_go'),
+      ('_execute_insistently', '_insist'),
+      ('_wait_for_keyed_sends', '_let_keys_be_said'),
+      ('_check_queue', '_look_at'),
+      ('_copy_position', '_carry_over'),
+      ('_copy_leases', '_carry_leases'),
+      ('_is_copied', '_carried'),
+      ('_try_lock_batches', '_hold_batches'),
+      ('_open_batches', '_held'),
+      ('_expired_batches', '_lapsed'),
+      ('_current_position', '_standing'),
+      ('_oldest_needed_position', '_oldest_need'),
+      ('_has_all_messages', '_still_whole'),
+      ('_move_to_retry', '_shelve'),
+      ('_collect_expired', '_reap'),
+      ('_subscriber_by_name', '_named'),
+      ('_find_subscriber', '_find'),
+      ('_begin_delivery', '_turn'),
+      ('_limit_unused_since', '_paid_since'),
+      ('_redeliver', '_again'),
+      ('_finish_empty_batch', '_done_with'),
+      ('_id_of_row', '_last_of'),
+      ('_store_delivery', '_delivered'),
+      ('_retries_of_batch', '_waiting_of'),
+      ('_choose', '_sift'),
+      ('_redelivery_size', '_piece'),
+      ('_may_be_poison', '_is_suspect'),
+      ('_worker_has_messages', '_holds'),
+      ('_lease_retries', '_take_waiting'),
+      ('_choose_retries', '_weed'),
+      ('_as_retry', '_waiting'),
+      ('_as_event', '_event'),
+      ('_slim_retry', '_slim_waiting'),
+      ('_count', '_tally'),
+      ('_key_rows', '_said'),
+      ('_claim_retry', '_claim_waiting'),
+      ('_claim_retries', '_claim_aside'),
+      ('_refresh_retries', '_refresh_waiting'),
+      ('_leased_lanes', '_lanes_out'),
+      ('_contains', '_among'),
+      ('_set_outcomes', '_settle'),
+      ('_apply_outcome', '_apply'),
+      ('_retry_or_dead', '_again_or_dead'),
+      ('_outcome_or_error', '_answer'),
+      ('_release_batch', '_hand_back'),
+      ('_take_dead_letter', '_exhume'),
+      ('_pump_owners', '_pumped'),
+      ('_notify_due', '_wake'),
+      ('_last_notified', '_woken'),
+      ('_not_future_tick', '_not_beyond'),
+      ('_delete_ticks', '_forget_ticks'),
+      ('_delete_positions', '_forget_positions'),
+      ('_rotate_history', '_turn_history'),
+      ('_give_up_retries', '_give_up_waiting'),
+      ('_give_up_to', '_drop_upto'),
+      ('_lock_consumers', '_stop_all'),
+      ('_empty_side_tables', '_sweep'),
+      ('_shorten_lock_timeout', '_hurry'),
+      ('_slowest_consumers', '_stragglers'),
+      ('_row_addresses', '_places'),
+      ('_was_dropped', '_is_gone'),
+      ('_retry_messages_sql', '_waiting_messages_sql'),
+      ('_record_action', '_did'),
+      ('_end_tick', '_end_of')
+    ) n (now, earlier)
+    join pg_proc p on p.proname = n.now and p.pronamespace = 'pgque'::regnamespace
+  loop
+    execute v_copy;
+  end loop;
+end
+$$;
 -- ---------------------------------------------------------------------------
 -- grants
 -- ---------------------------------------------------------------------------
@@ -15310,7 +15390,7 @@ language sql immutable as $$
       confirm_restore ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events maint_recurring
       maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
       get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge dlq_delete dlq_reasons list_actions set_history maint_lags
-      _ticked_queues _loop_state _loop_lock _loop_end _loop_sleep _loop_operations _loop_maintain _loop_check _queues_due _look_at _position_of
+      _ticked_queues _loop_state _loop_lock _loop_end _loop_sleep _loop_operations _loop_maintain _loop_check _queues_due _check_queue _look_at _position_of
       _cursor_sql _event_columns _maint_operation _forward_letters')
   ) r (name, functions)
   cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)
@@ -15479,7 +15559,7 @@ begin
     end if;
     begin
       perform pg_catalog.set_config('lock_timeout', v_wait, true);
-      perform pgque._insist(v_change.statements);
+      perform pgque._execute_insistently(v_change.statements);
     exception
       when lock_not_available or internal_error or deadlock_detected then
         v_wait := '100ms';
@@ -15556,7 +15636,7 @@ begin
       -- Not pg_sequence_last_value(): its lock would stay.
       execute format('select case when s.is_called then s.last_value else 0 end from %s s', v_queue.queue_tick_seq) into v_last;
       perform setval(v_queue.queue_tick_seq, t.tick_id) from pgque._last_tick(v_queue) t where t.tick_id > v_last;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;

@@ -194,3 +194,83 @@ $$;
 -- For a maint_tables() that goes on.
 create or replace function pgque._make_readers() returns int
 language sql as $$ select 0 $$;
+
+-- Functions that have other names since 0.9 keep a copy under the name of before.
+do $$
+declare
+  v_copy  text;
+begin
+  for v_copy in
+    select replace(pg_get_functiondef(p.oid), ' pgque.' || n.now || '(', ' pgque.' || n.earlier || '(')
+    from (values
+      ('_undo_block', '_let_go'),
+      ('_execute_insistently', '_insist'),
+      ('_wait_for_keyed_sends', '_let_keys_be_said'),
+      ('_check_queue', '_look_at'),
+      ('_copy_position', '_carry_over'),
+      ('_copy_leases', '_carry_leases'),
+      ('_is_copied', '_carried'),
+      ('_try_lock_batches', '_hold_batches'),
+      ('_open_batches', '_held'),
+      ('_expired_batches', '_lapsed'),
+      ('_current_position', '_standing'),
+      ('_oldest_needed_position', '_oldest_need'),
+      ('_has_all_messages', '_still_whole'),
+      ('_move_to_retry', '_shelve'),
+      ('_collect_expired', '_reap'),
+      ('_subscriber_by_name', '_named'),
+      ('_find_subscriber', '_find'),
+      ('_begin_delivery', '_turn'),
+      ('_limit_unused_since', '_paid_since'),
+      ('_redeliver', '_again'),
+      ('_finish_empty_batch', '_done_with'),
+      ('_id_of_row', '_last_of'),
+      ('_store_delivery', '_delivered'),
+      ('_retries_of_batch', '_waiting_of'),
+      ('_choose', '_sift'),
+      ('_redelivery_size', '_piece'),
+      ('_may_be_poison', '_is_suspect'),
+      ('_worker_has_messages', '_holds'),
+      ('_lease_retries', '_take_waiting'),
+      ('_choose_retries', '_weed'),
+      ('_as_retry', '_waiting'),
+      ('_as_event', '_event'),
+      ('_slim_retry', '_slim_waiting'),
+      ('_count', '_tally'),
+      ('_key_rows', '_said'),
+      ('_claim_retry', '_claim_waiting'),
+      ('_claim_retries', '_claim_aside'),
+      ('_refresh_retries', '_refresh_waiting'),
+      ('_leased_lanes', '_lanes_out'),
+      ('_contains', '_among'),
+      ('_set_outcomes', '_settle'),
+      ('_apply_outcome', '_apply'),
+      ('_retry_or_dead', '_again_or_dead'),
+      ('_outcome_or_error', '_answer'),
+      ('_release_batch', '_hand_back'),
+      ('_take_dead_letter', '_exhume'),
+      ('_pump_owners', '_pumped'),
+      ('_notify_due', '_wake'),
+      ('_last_notified', '_woken'),
+      ('_not_future_tick', '_not_beyond'),
+      ('_delete_ticks', '_forget_ticks'),
+      ('_delete_positions', '_forget_positions'),
+      ('_rotate_history', '_turn_history'),
+      ('_give_up_retries', '_give_up_waiting'),
+      ('_give_up_to', '_drop_upto'),
+      ('_lock_consumers', '_stop_all'),
+      ('_empty_side_tables', '_sweep'),
+      ('_shorten_lock_timeout', '_hurry'),
+      ('_slowest_consumers', '_stragglers'),
+      ('_row_addresses', '_places'),
+      ('_was_dropped', '_is_gone'),
+      ('_retry_messages_sql', '_waiting_messages_sql'),
+      ('_record_action', '_did'),
+      ('_end_tick', '_end_of')
+    ) n (now, earlier)
+    join pg_proc p on p.proname = n.now and p.pronamespace = 'pgque'::regnamespace
+  loop
+    execute v_copy;
+  end loop;
+end
+$$;

@@ -31,7 +31,7 @@ language sql immutable as $$
       confirm_restore ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events maint_recurring
       maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
       get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge dlq_delete dlq_reasons list_actions set_history maint_lags
-      _ticked_queues _loop_state _loop_lock _loop_end _loop_sleep _loop_operations _loop_maintain _loop_check _queues_due _look_at _position_of
+      _ticked_queues _loop_state _loop_lock _loop_end _loop_sleep _loop_operations _loop_maintain _loop_check _queues_due _check_queue _look_at _position_of
       _cursor_sql _event_columns _maint_operation _forward_letters')
   ) r (name, functions)
   cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)
@@ -200,7 +200,7 @@ begin
     end if;
     begin
       perform pg_catalog.set_config('lock_timeout', v_wait, true);
-      perform pgque._insist(v_change.statements);
+      perform pgque._execute_insistently(v_change.statements);
     exception
       when lock_not_available or internal_error or deadlock_detected then
         v_wait := '100ms';
@@ -277,7 +277,7 @@ begin
       -- Not pg_sequence_last_value(): its lock would stay.
       execute format('select case when s.is_called then s.last_value else 0 end from %s s', v_queue.queue_tick_seq) into v_last;
       perform setval(v_queue.queue_tick_seq, t.tick_id) from pgque._last_tick(v_queue) t where t.tick_id > v_last;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;

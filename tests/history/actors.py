@@ -424,7 +424,7 @@ def turn(h: History, rng: random.Random, name: str) -> None:
                     f" + pg_relation_size('pgque.settled_{other}')"
                 )
                 if session.run(size)[0][0] == 0:
-                    session.run("select pgque._turn_journal(%s)", 1 - other)
+                    session.run("select pgque._rotate_journal(%s)", 1 - other)
                     h.count("journal turns")
             session.commit()
             for _ in range(4):

@@ -91,7 +91,7 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [
             ("set ev_batch = p_token, ev_worker", "set ev_batch = coalesce(r.ev_batch, p_token), ev_worker"),
             (
-                "select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);",
+                "select * from pgque._retries_of_batch(v_sub.sub_id, v_token, v_queue.queue_name);",
                 "select r.ev_id, v_token, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time, r.ev_extra1, r.ev_extra2,"
                 " r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_receives, r.ev_error, r.ev_expires, v_queue.queue_name"
                 " from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after = v_turn.until;",

@@ -125,7 +125,7 @@ def turn_journal(conn: Connection) -> bool:
     return bool(
         rows(
             conn,
-            "select pgque._turn_journal(j.journal_cur) from pgque.journal j where pgque._journal_size(1 - j.journal_cur) = 0",
+            "select pgque._rotate_journal(j.journal_cur) from pgque.journal j where pgque._journal_size(1 - j.journal_cur) = 0",
         )
     )
 

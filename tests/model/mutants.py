@@ -42,7 +42,7 @@ MUTANTS: dict[str, tuple[type[RuleBasedStateMachine], list[tuple[str, str]]]] = 
         Workers,
         [
             (
-                "v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;",
+                "v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._redelivery_size(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;",
                 "v_piece := p_max;",
             )
         ],

@@ -65,7 +65,7 @@ def ticked(own: Connection) -> Ticked:
     send(own, "q")
     known = value(
         own,
-        "select array(select pgque._look_at(l) from pgque._queues_due(pgque._ticked_queues(), '{}', '100 milliseconds') s,"
+        "select array(select pgque._check_queue(l) from pgque._queues_due(pgque._ticked_queues(), '{}', '100 milliseconds') s,"
         " unnest(s.looks) l)::text",
     )
     send(own, "q")
@@ -199,7 +199,7 @@ def test_the_loop_asks_for_a_rotation_at_each_thousandth_tick(ticked: Ticked) ->
     )
     look = (  # as if the last tick was long ago, so that no gap is left
         "select l.ticked from pgque._queues_due(pgque._ticked_queues(), '{}', '100 milliseconds') s,"
-        " unnest(s.looks) k, pgque._look_at(row(k.queue_id, k.event_seq, k.tick_seq, '-infinity', k.settled, k.ticked)) l"
+        " unnest(s.looks) k, pgque._check_queue(row(k.queue_id, k.event_seq, k.tick_seq, '-infinity', k.settled, k.ticked)) l"
     )
     table = leaf(conn, "q", kind="tick")
     for _ in range(1_000):

@@ -299,7 +299,7 @@ def test_outcomes_taken_over_from_an_old_snapshot_outlive_the_journals_turn(
     old = transaction(isolation, own_dsn)
     assert [m.msg_id for m in receive_coop(old, "q", "b", 100, "1 minute")] == sent[1:]
     old.execute("commit")
-    own.execute("select pgque._turn_journal(journal_cur) from pgque.journal")
+    own.execute("select pgque._rotate_journal(journal_cur) from pgque.journal")
     value(own, "select pgque.maint_tables()")
     own.execute("truncate pgque.position_0, pgque.settled_0")
     assert [m.msg_id for m in receive_coop(own, "q", "b")] == sent[1:]
@@ -377,7 +377,7 @@ def test_a_batch_is_written_down_though_the_journal_turned_while_its_rows_were_w
     writer = background(take, connect(own_dsn))
     wait_for_lock(writer.pid)
     # ... while the journal turns, and what others have in the old leaf is brought over.
-    own.execute("select pgque._turn_journal(journal_cur) from pgque.journal")
+    own.execute("select pgque._rotate_journal(journal_cur) from pgque.journal")
     value(own, "select pgque.maint_tables()")
     blocker.execute("rollback")
     batch = writer.result()
@@ -406,7 +406,7 @@ def test_a_batch_that_was_finished_while_the_journal_turned_does_not_come_again(
     holder.execute("select from pgque.subscriber order by sub_id for no key update")
     asking = background(take, connect(own_dsn))
     wait_for_lock(asking.pid)
-    own.execute("select pgque._turn_journal(journal_cur) from pgque.journal")
+    own.execute("select pgque._rotate_journal(journal_cur) from pgque.journal")
     assert ack(holder, batch[0].batch_id) == 1
     holder.execute("commit")
     assert asking.result() == []
@@ -423,7 +423,7 @@ def test_an_ack_that_was_open_while_its_delivery_went_to_the_other_leaf_counts(
     batch = take(own, "q", "w1", 2, "1 minute")[0].batch_id
     acking = transaction(dsn=own_dsn)
     assert ack(acking, batch) == 1
-    own.execute("select pgque._turn_journal(journal_cur) from pgque.journal")
+    own.execute("select pgque._rotate_journal(journal_cur) from pgque.journal")
     # Until this transaction ends, maintenance only brings over what is needed of the old leaf.
     reading = transaction("repeatable read", own_dsn)
     assert len(receive(reading, "q", "other")) == 3

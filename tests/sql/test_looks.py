@@ -49,7 +49,7 @@ class Loop:
             )
             looks = value(
                 self.conn,
-                "select array(select pgque._look_at(l) from unnest(%s::pgque.look[]) l)::text",
+                "select array(select pgque._check_queue(l) from unnest(%s::pgque.look[]) l)::text",
                 looks,
             )
             self.known = value(

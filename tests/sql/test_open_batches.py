@@ -43,7 +43,7 @@ def alone(own: Connection) -> Connection:
 
 def compact(conn: Connection) -> None:
     """Turn the journal and empty the old leaf."""
-    conn.execute("select pgque._turn_journal(journal_cur) from pgque.journal")
+    conn.execute("select pgque._rotate_journal(journal_cur) from pgque.journal")
     for _ in range(3):
         value(conn, "select pgque.maint_tables()")
 
@@ -132,7 +132,7 @@ def test_an_ack_sees_a_batch_that_was_shelved_while_the_journal_turned(
     batch = take(own, "q")
     settling = connect(own_dsn, autocommit=False)
     assert value(settling, "select pgque.set_visibility(%s, '1 hour')", batch[0].batch_id) == 2
-    own.execute("select pgque._turn_journal(journal_cur) from pgque.journal")
+    own.execute("select pgque._rotate_journal(journal_cur) from pgque.journal")
     old = transaction("repeatable read", own_dsn)
     assert receive(old, "other") == []
     value(own, "select pgque.maint_tables()")
@@ -184,7 +184,7 @@ def test_who_waited_for_a_delivery_into_the_leaf_that_is_no_longer_written_sees_
         sent = sent[2:] + offer(own, "q", 2)
     first = connect(own_dsn, autocommit=False)
     batch = get(first)
-    own.execute("select pgque._turn_journal(journal_cur) from pgque.journal")
+    own.execute("select pgque._rotate_journal(journal_cur) from pgque.journal")
     second = background(get, connect(own_dsn))
     wait_for_lock(second.pid)
     first.commit()

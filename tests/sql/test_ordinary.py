@@ -65,8 +65,8 @@ def is_ordinary(conn: Connection, call: Callable[[], Any]) -> bool:
     """Return whether a call that delivers did it in the ordinary way."""
     counted = count_calls(conn, call)
     ordinary = sum(calls for name, calls in counted.items() if name.startswith("_ordinary_"))
-    assert "_turn" in counted or ordinary == 1, counted
-    return "_turn" not in counted
+    assert "_begin_delivery" in counted or ordinary == 1, counted
+    return "_begin_delivery" not in counted
 
 
 @pytest.fixture(params=[None, "w"], ids=["alone", "worker"])

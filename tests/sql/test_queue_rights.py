@@ -118,7 +118,7 @@ NEVER = [
     "select pgque._may(current_user, 'admin', 1)",
     "select pgque._queue({q}, current_user, 'see')",
     "select pgque.set_queue_config({q}, 'max_consumers', '0')",
-    "select pgque._settle(1, null, 'ack', null, null, false)",
+    "select pgque._set_outcomes(1, null, 'ack', null, null, false)",
 ]
 
 

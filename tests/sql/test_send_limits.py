@@ -28,7 +28,7 @@ from sql.helpers import (
 )
 
 NO_LOOK = """
-create or replace function pgque._oldest_need(p_sub int) returns pgque.position
+create or replace function pgque._oldest_needed_position(p_sub int) returns pgque.position
 language plpgsql as $$ begin raise 'a send looks at every consumer'; end $$
 """
 
@@ -98,8 +98,8 @@ def test_after_rotations_a_queue_is_as_full_as_it_is_for_a_consumer_from_the_ear
 COUNT_LOOKS = """
 create sequence public.looks;
 grant usage on sequence public.looks to public;
-alter function pgque._oldest_need(int) rename to _real_need;
-create function pgque._oldest_need(p_sub int) returns pgque.position
+alter function pgque._oldest_needed_position(int) rename to _real_need;
+create function pgque._oldest_needed_position(p_sub int) returns pgque.position
 language sql as $$ select p.* from pgque._real_need(p_sub) p, nextval('public.looks') $$
 """
 

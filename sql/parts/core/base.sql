@@ -243,7 +243,7 @@ language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1
 -- PQ099.  The locks of the block are released; variables and returned rows stay.
 -- Without this, a transaction that reads all queues would need more locks than a server
 -- has.  (Not PQ000: a handler for a code that ends in 000 catches the whole class.)
-create or replace function pgque._let_go() returns void
+create or replace function pgque._undo_block() returns void
 language plpgsql as $$
 begin
   raise exception sqlstate 'PQ099';
@@ -256,7 +256,7 @@ $$;
 -- whole.  It also starts again if another session has changed the catalog row that the
 -- statement changes: a GRANT and a TRUNCATE of one table do not wait for each other, and
 -- the second one fails.
-create or replace function pgque._insist(p_statement text) returns void
+create or replace function pgque._execute_insistently(p_statement text) returns void
 language plpgsql as $$
 declare
   v_wait      text := pg_catalog.current_setting('lock_timeout');

@@ -15,7 +15,7 @@
 -- lease, a nack or a release) is in the retry queue, and is leased from there.
 -- ev_retry_after is when it may be delivered, ev_batch its last batch.  A delivery
 -- overwrites ev_batch, and from then on the old batch id is no longer valid.  The
--- exception are consumers that are read by offsets: see _pumped().
+-- exception are consumers that are read by offsets: see _pump_owners().
 --
 -- Locks:
 --   * Deliveries of one consumer lock the subscriber's row.
@@ -67,7 +67,7 @@ $$;
 -- with one lock, or, if another session works with one of them, at most p_most of them
 -- one by one; null: as many as half of the server's room for locks.  The caller holds
 -- the consumer's lock.
-create or replace function pgque._hold_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
+create or replace function pgque._try_lock_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
 language plpgsql as $$
 begin
   if p_sub.sub_role <> 'pool'
@@ -177,20 +177,20 @@ end
 $$;
 
 -- Returns the open batches of a consumer whose messages are in the log.
-create or replace function pgque._held(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
+create or replace function pgque._open_batches(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language sql as $$
   select s.token, s.lease, s.settled, s.until from pgque._states(p_sub, (pgque._position(p_sub)).pos_open) s where s.place = 'log'
 $$;
 
 -- Returns those of them whose lease expired and whose messages nobody received since.
-create or replace function pgque._lapsed(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
+create or replace function pgque._expired_batches(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language plpgsql as $$
 begin
   -- No batch is read before the first lease may have expired.
   if p_pos.pos_lapse <= pgque.clock() then
-    return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
+    return query select h.* from pgque._open_batches(p_sub) h where h.until <= pgque.clock();
   end if;
 end
 $$;
@@ -225,7 +225,7 @@ $$;
 
 -- Returns where a consumer stands: before its open batch if it reads on its own, else
 -- after the newest delivery.
-create or replace function pgque._standing(p_sub pgque.subscriber, p_pos pgque.position) returns pgque.position
+create or replace function pgque._current_position(p_sub pgque.subscriber, p_pos pgque.position) returns pgque.position
 language plpgsql as $$
 begin
   if p_sub.sub_role = 'normal' and p_pos.pos_batch is not null and pgque._open_batch_of(p_sub, p_pos, null) = p_pos.pos_batch then
@@ -238,7 +238,7 @@ $$;
 -- Returns the position from which on a subscriber needs messages: its own, or that of
 -- the oldest of its open batches.  A subscriber that received all of a window has
 -- passed it, even before its next call.
-create or replace function pgque._oldest_need(p_sub int) returns pgque.position
+create or replace function pgque._oldest_needed_position(p_sub int) returns pgque.position
 language plpgsql as $$
 declare
   v_pos    pgque.position := pgque._next_from(pgque._position(p_sub));
@@ -246,7 +246,7 @@ declare
 begin
   if pg_catalog.cardinality(v_pos.pos_open) > 0 then
     select (h.lease).* into v_lease
-    from pgque._held(p_sub) h
+    from pgque._open_batches(p_sub) h
     where (h.lease).pos_tick < v_pos.pos_tick
     order by (h.lease).pos_tick
     limit 1;
@@ -277,7 +277,7 @@ $$;
 -- apart from those that were settled one by one.  It has not if some of them were
 -- delivered to another worker or removed, or are just being taken.  Locks those messages.
 -- The caller holds the batch's lock.
-create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
+create or replace function pgque._has_all_messages(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_state    record;
@@ -312,7 +312,7 @@ begin
     return 0;
   end if;
   select s.place into v_place from pgque._states(p_sub.sub_id, array[p_batch]) s;
-  if v_place is null or not pgque._still_whole(p_sub.sub_id, p_batch) then
+  if v_place is null or not pgque._has_all_messages(p_sub.sub_id, p_batch) then
     return 0;
   end if;
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
@@ -331,7 +331,7 @@ $$;
 -- under the same batch id.  They may be delivered from p_due on.  With p_token they get
 -- another batch id and worker instead, or none if it is 0, with p_deliveries more
 -- deliveries.  Returns how many there are.  The caller holds the batch's lock.
-create or replace function pgque._shelve(
+create or replace function pgque._move_to_retry(
   p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz, p_token bigint default null, p_worker text default null, p_deliveries int default 0
 ) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -342,7 +342,7 @@ declare
 begin
   execute pg_catalog.format(
     'with moved as ('
-    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
+    'insert into pgque.retry_queue select (pgque._as_retry(e, $1, coalesce(e.ev_retry, 0) + 1 + $5, $2, $3, $4)).* from (%s) e'
     -- If the consumer was moved back, the message may already be in the retry queue.
     -- Then this batch takes it over from the one that has it there.
     ' on conflict (ev_owner, ev_id, ev_queue) do update'
@@ -355,7 +355,7 @@ begin
     -- outcome: the primary key finds it out.  The rows for this check are undone.
     begin
       perform pgque._record(p_lease.pos_batch, 'closed'), pgque._record(p_lease.pos_batch, 'outcome', v_ids);
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
@@ -370,7 +370,7 @@ $$;
 -- without an outcome go to the retry queue and may be delivered at once.  Until one is
 -- delivered, the old batch id stays valid.  A batch that its worker is just finishing
 -- counts as alive.
-create or replace function pgque._reap(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
+create or replace function pgque._collect_expired(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
 language plpgsql as $$
 declare
   v_open   bigint[] := '{}';
@@ -379,16 +379,16 @@ declare
   v_held   record;
   v_state  record;
 begin
-  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h loop
+  for v_held in select h.token, h.lease, h.until from pgque._open_batches(p_sub.sub_id) h loop
     if v_held.until <= p_now and v_tried < 200 then
       -- The server has room for some thousand locks.  The next call continues.
       v_tried := v_tried + 1;
-      if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' then
+      if pgque._try_lock_batches(p_sub, array[v_held.token]) <> '{}' then
         select s.place, s.until into v_state from pgque._states(p_sub.sub_id, array[v_held.token]) s;
         continue when v_state.place is distinct from 'log';
         v_held.until := v_state.until;
         if v_held.until <= p_now then
-          perform pgque._shelve(p_sub, v_held.lease, p_now);
+          perform pgque._move_to_retry(p_sub, v_held.lease, p_now);
           continue;
         end if;
       else
@@ -410,15 +410,15 @@ $$;
 
 -- Copies the open batches of a consumer to the current leaf.  The caller holds the
 -- subscriber's lock, so there are no new ones.
-create or replace function pgque._carry_leases(p_sub pgque.subscriber, p_cur int) returns void
+create or replace function pgque._copy_leases(p_sub pgque.subscriber, p_cur int) returns void
 language plpgsql as $$
 declare
   v_token  bigint;
 begin
-  foreach v_token in array pgque._hold_batches(p_sub, array(
+  foreach v_token in array pgque._try_lock_batches(p_sub, array(
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
-    where not pgque._carried(p_sub.sub_id, o.token, p_cur)), 500)
+    where not pgque._is_copied(p_sub.sub_id, o.token, p_cur)), 500)
   loop
     insert into pgque.position
     select (pgque._in_leaf(l, p_cur)).* from pgque._lease(p_sub.sub_id, v_token) l where l.pos_sub is not null
@@ -431,7 +431,7 @@ end
 $$;
 
 -- Returns whether a leaf has all rows of a batch, or none is needed.
-create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
+create or replace function pgque._is_copied(p_sub int, p_batch bigint, p_cur int) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.leaf = p_cur);

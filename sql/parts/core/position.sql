@@ -96,13 +96,13 @@ $$;
 -- Copies a subscriber's newest row to a leaf, if it is not there.  The row is also the
 -- record of the subscriber's batch: the lock of a pool's batch is taken too, so that an
 -- ack that is not committed yet is not left behind.
-create or replace function pgque._carry_over(p_position pgque.position, p_leaf int) returns void
+create or replace function pgque._copy_position(p_position pgque.position, p_leaf int) returns void
 language sql as $$
   insert into pgque.position
   select (pgque._in_leaf(p_position, p_leaf)).*
   from pgque.subscriber s
   where s.sub_id = p_position.pos_sub and (pgque._position_in(s.sub_id, p_leaf)).pos_sub is null
-    and (p_position.pos_batch is null or pgque._hold_batches(s, array[p_position.pos_batch]) <> '{}')
+    and (p_position.pos_batch is null or pgque._try_lock_batches(s, array[p_position.pos_batch]) <> '{}')
   on conflict do nothing
 $$;
 
@@ -158,7 +158,7 @@ language sql immutable as $$ select case when p_due @> p_now then pg_catalog.low
 
 -- Returns p_due after a look at p_now, which found p_first as the first message that is
 -- due; null: none.
-create or replace function pgque._looked(p_due tstzrange, p_now timestamptz, p_first timestamptz default null) returns tstzrange
+create or replace function pgque._due_after(p_due tstzrange, p_now timestamptz, p_first timestamptz default null) returns tstzrange
 language sql stable as $$
   select pg_catalog.tstzrange(least(p_first, p_now - interval '1 second'), case when p_due @> p_now then pg_catalog.upper(p_due) else p_now + interval '5 seconds' end)
 $$;

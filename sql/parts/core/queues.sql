@@ -203,7 +203,7 @@ declare
 begin
   perform pgque._check_queue_name($1);
   v_new := pgque._create_queue($1, $2);
-  perform pgque._did('create_queue', $1, nullif($2, '{}')) where v_new = 1;
+  perform pgque._record_action('create_queue', $1, nullif($2, '{}')) where v_new = 1;
   return v_new;
 end
 $$;
@@ -313,7 +313,7 @@ begin
       || 'queue_own = pgque._own_settings(q.queue_own, $2), queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
     using v_queue.queue_id, alter_queue.config;
     perform pgque._note_expiring(v_queue.queue_id), pgque._note_unarchived(v_queue.queue_id);
-    perform pgque._did('alter_queue', v_queue.queue_name, alter_queue.config);
+    perform pgque._record_action('alter_queue', v_queue.queue_name, alter_queue.config);
   end if;
   return cardinality(v_settings.columns);
 exception
@@ -501,7 +501,7 @@ begin
   execute format('update pgque.queue q set %I = %s, queue_xid = pgque._queue_xid(q) where not q.queue_own ? %L', v_column, v_value, v_param);
   get diagnostics v_count = row_count;
   perform pgque._note_expiring(q.queue_id), pgque._note_unarchived(q.queue_id) from pgque.queue q;
-  perform pgque._did('set_default_config', null, jsonb_build_object(v_param, $2));
+  perform pgque._record_action('set_default_config', null, jsonb_build_object(v_param, $2));
   return v_count;
 exception
   when data_exception or check_violation then
@@ -525,7 +525,7 @@ begin
   update pgque.queue q set queue_name = $2, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
   update pgque.recurring r set rec_queue = $2, rec_xid = case when r.rec_restored then r.rec_xid else pgque._mark() end
   where r.rec_queue = v_queue.queue_name;
-  perform pgque._did('rename_queue', v_queue.queue_name, jsonb_build_object('new_name', $2));
+  perform pgque._record_action('rename_queue', v_queue.queue_name, jsonb_build_object('new_name', $2));
   return 1;
 exception
   when unique_violation then
@@ -542,7 +542,7 @@ declare
   v_queue  pgque.queue := pgque._queue(pause.queue_name, caller, 'admin');
 begin
   update pgque.queue q set queue_paused = true, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
-  perform pgque._did('pause', v_queue.queue_name);
+  perform pgque._record_action('pause', v_queue.queue_name);
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
@@ -554,7 +554,7 @@ declare
   v_queue  pgque.queue := pgque._queue(resume.queue_name, caller, 'admin');
 begin
   update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
-  perform pgque._did('resume', v_queue.queue_name);
+  perform pgque._record_action('resume', v_queue.queue_name);
 end
 $$;
 comment on function pgque.resume(text, pgque.caller) is 'Resumes a paused queue. Errors: PQ001 no such queue.';
@@ -596,7 +596,7 @@ $$;
 -- Keeps a queue from being dropped until the transaction ends, for a row that names it
 -- in another table: PQ001 if it was dropped.  Without this, a dropped queue would leave
 -- rows behind.  A drop in a transaction with an old snapshot may still leave some, and
--- maintenance deletes them (_sweep).
+-- maintenance deletes them (_empty_side_tables).
 create or replace function pgque._need_queue(p_queue_id int) returns void
 language plpgsql as $$
 begin
@@ -630,7 +630,7 @@ begin
   perform pgque._drop_archive(p_queue_id, null);
   delete from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null;
   delete from pgque.subscriber s where s.sub_queue = p_queue_id;
-  perform pgque._forget_positions();
+  perform pgque._delete_positions();
   delete from pgque.retry_queue r where r.ev_queue = p_queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id;
   delete from pgque.queue_right r where r.right_queue = p_queue_id;
@@ -660,8 +660,8 @@ begin
     perform pgque._need_read_committed('drop_queue() without force');
     perform pgque._need_unused(v_queue);
   end if;
-  perform pgque._insist(format('select pgque._drop_queue(%s, %L, %L)', v_queue.queue_id, v_queue.queue_name, drop_queue.force));
-  perform pgque._did('drop_queue', v_queue.queue_name, jsonb_build_object('force', drop_queue.force));
+  perform pgque._execute_insistently(format('select pgque._drop_queue(%s, %L, %L)', v_queue.queue_id, v_queue.queue_name, drop_queue.force));
+  perform pgque._record_action('drop_queue', v_queue.queue_name, jsonb_build_object('force', drop_queue.force));
   return 1;
 end
 $$;

@@ -97,7 +97,7 @@ begin
           format('As a superuser, or as the role that created pgque_user: grant pgque_user to %I with admin option; then call grant_queue() again.', current_user), sqlerrm);
     end;
   end if;
-  perform pgque._did('grant_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3));
+  perform pgque._record_action('grant_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3));
   return 1;
 end
 $$;
@@ -116,7 +116,7 @@ declare
 begin
   delete from pgque.queue_right r where r.right_queue = v_queue and r.right_role = v_role and ($3 is null or r.right_name = $3);
   get diagnostics v_count = row_count;
-  perform pgque._did('revoke_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3)) where v_count > 0;
+  perform pgque._record_action('revoke_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3)) where v_count > 0;
   return v_count;
 end
 $$;

@@ -245,7 +245,7 @@ begin
   perform pgque._forward_letters();
   for v_id in select q.queue_id from pgque.queue q order by case when not v_all then random() end, q.queue_id loop
     exit when v_room < 8;
-    if (pgque._look_at(row(v_id, 0, 0, '-infinity', false, false))).ticked then
+    if (pgque._check_queue(row(v_id, 0, 0, '-infinity', false, false))).ticked then
       v_count := v_count + 1;
       v_room := v_room - 6;
     end if;
@@ -269,7 +269,7 @@ comment on function pgque.ticker() is
 -- So no row with an older id is outstanding once no other session has that lock.  (A
 -- row that enters the log under an old id takes an unused one too.)
 --
--- Returned values reflect the moment of the call, before _look_at() takes its snapshot.
+-- Returned values reflect the moment of the call, before _check_queue() takes its snapshot.
 -- ticked means that the queue was settled before, so it gets an idle or forced tick at
 -- most.  Queues that may have messages are first, then forced ticks, then idle ones.  A
 -- queue that is being dropped (its sequences are locked) is left out.  If a sequence is
@@ -349,7 +349,7 @@ $$;
 -- the queue then.  It does not wait for another ticker, and only briefly for a locked
 -- table.  A broken queue causes a warning, and its settled is null.  A check without a
 -- tick keeps no locks but those of the two sequences.
-create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
+create or replace function pgque._check_queue(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set jit = off as $$
 declare
   v_queue  pgque.queue;
@@ -364,7 +364,7 @@ begin
     -- Without a warning a second for each queue: maint_tables() warns.
     p_look.settled := null;
     p_look.tick_time := pgque.clock();
-    perform pgque._let_go();
+    perform pgque._undo_block();
   end if;
   -- A loop that has just begun does not know the last tick.
   v_tick := pgque._tick_if_due(v_queue.queue_id, false, p_look.tick_time is null);
@@ -374,7 +374,7 @@ begin
   p_look.tick_seq := coalesce(v_tick.new_id, p_look.tick_seq);   -- a tick sets the sequence
   -- Many ticks fill their table long before the rotation period has passed.
   perform pgque._maint_operation('pgque.maint_rotate_tables_step1', v_queue.queue_name) where v_tick.new_id % 1000 = 0;
-  perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
+  perform pgque._undo_block() where not p_look.ticked and not v_queue.queue_restored;
   return p_look;
 exception
   when sqlstate 'PQ099' then

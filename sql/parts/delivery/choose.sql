@@ -10,7 +10,7 @@
 -- slice is as long.  With null the slice is the whole window, for a caller that reads the
 -- rest of it without this function.  p_bytes limits the size of the messages to deliver;
 -- there is at least one.
-create or replace function pgque._sift(
+create or replace function pgque._choose(
   p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint, p_bytes bigint default null,
   out pos pgque.position, out ids bigint[], out rows text
 )
@@ -51,7 +51,7 @@ begin
     v_gone := v_claim.gone;
   end if;
   if p_sub.sub_keyed then
-    v_out := pgque._lanes_out(p_sub);
+    v_out := pgque._leased_lanes(p_sub);
   end if;
   loop
     with looked as materialized (
@@ -94,7 +94,7 @@ begin
     pos.pos_last_id := v_found.last;
     execute pg_catalog.format(
       'select count(*) from (select sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by e.ev_id) as bytes from (%s) e) s where s.bytes <= $2',
-      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($1, e.ev_id)')))
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._contains($1, e.ev_id)')))
     into v_fit using v_found.good, p_bytes;
     exit when v_fit = pg_catalog.cardinality(v_found.good);
     p_max := greatest(v_fit, 1);
@@ -106,16 +106,16 @@ begin
   ids := v_found.good;
   if v_found.aside is not null then
     execute pg_catalog.format(
-      'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
-      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($3, e.ev_id)')))
+      'insert into pgque.retry_queue select (pgque._as_retry(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._contains($3, e.ev_id)')))
     using p_sub, v_now, v_found.aside;
   end if;
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', v_found.expired);
+  perform pgque._count(p_queue.queue_id, p_sub.sub_id, 'expired', v_found.expired);
   if pgque._keyed(p_queue) then
     -- Expired messages too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
       select r from pg_catalog.unnest(v_rows) r
-      where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _among()
+      where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _contains()
   end if;
   if v_found.skip is not null and (ids is not null or p_passed is null) then
     perform pgque._record(p_token, 'outcome', v_found.skip);
@@ -127,7 +127,7 @@ end
 $$;
 
 -- Returns a row of the retry queue without the columns that may be large.
-create or replace function pgque._slim_waiting(p_row pgque.retry_queue) returns pgque.retry_queue
+create or replace function pgque._slim_retry(p_row pgque.retry_queue) returns pgque.retry_queue
 language sql immutable as $$
   select row(p_row.ev_retry_after, p_row.ev_queue, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_owner, p_row.ev_retry,
     null, null, null, null, null, null, null, p_row.ev_key, null, p_row.ev_expires, null,
@@ -135,7 +135,7 @@ language sql immutable as $$
 $$;
 
 -- Returns an event as a row of the retry queue for a subscriber.
-create or replace function pgque._waiting(
+create or replace function pgque._as_retry(
   p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
 ) returns pgque.retry_queue
 language sql volatile as $$
@@ -152,9 +152,9 @@ $$;
 --
 -- A worker that dies takes all that it holds with it.  So a message of which a delivery
 -- was lost gets its last attempt alone in its worker: the worker holds nothing else, and
--- receives nothing until it is done (see _turn).  Otherwise messages that were delivered
+-- receives nothing until it is done (see _begin_delivery).  Otherwise messages that were delivered
 -- beside poison would use up their attempts with it.
-create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
+create or replace function pgque._redelivery_size(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
     when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
@@ -164,17 +164,17 @@ $$;
 
 -- Returns whether a message that is due has its last attempt before it, and a delivery of
 -- it was lost.  A delivery that ends with a nack adds one to both numbers.
-create or replace function pgque._is_suspect(p_receives int, p_retry int, p_attempts int) returns boolean
+create or replace function pgque._may_be_poison(p_receives int, p_retry int, p_attempts int) returns boolean
 language sql immutable as $$ select p_receives = p_attempts - 1 and p_receives > coalesce(p_retry, 0) $$;
 
 -- Returns whether a worker of a pool holds messages.
-create or replace function pgque._holds(p_sub pgque.subscriber, p_worker text, p_now timestamptz) returns boolean
+create or replace function pgque._worker_has_messages(p_sub pgque.subscriber, p_worker text, p_now timestamptz) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return exists (
       select from pgque.retry_queue r
       where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_worker = p_worker and r.ev_retry_after > p_now)
-    or exists (select from pgque._held(p_sub.sub_id) h where (h.lease).pos_worker = p_worker and h.until > p_now);
+    or exists (select from pgque._open_batches(p_sub.sub_id) h where (h.lease).pos_worker = p_worker and h.until > p_now);
 end
 $$;
 
@@ -191,7 +191,7 @@ begin
       where p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end);
   end if;
   return array(
-    select pgque._slim_waiting(r)
+    select pgque._slim_retry(r)
     from (
       select r.* from pgque.retry_queue r
       where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now
@@ -210,7 +210,7 @@ $$;
 -- if the worker has to finish what it holds first.  It waits for a visibility timeout at
 -- most, since a name that many processes share may always hold something.  No message is
 -- due before p_from.
-create or replace function pgque._take_waiting(
+create or replace function pgque._lease_retries(
   p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz, p_bytes bigint default null,
   p_from timestamptz default '-infinity'
 ) returns int
@@ -233,13 +233,13 @@ begin
     v_rows := pgque._due(p_sub, 1, v_now, v_busy, null, p_from);
     exit when pg_catalog.cardinality(v_rows) = 0;
     v_lapsed := v_rows[1].ev_batch is not null;
-    if p_sub.sub_role = 'pool' and pgque._is_suspect(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
-      if v_rows[1].ev_retry_after > v_now - p_queue.queue_visibility_timeout and pgque._holds(p_sub, p_worker, v_now) then
+    if p_sub.sub_role = 'pool' and pgque._may_be_poison(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
+      if v_rows[1].ev_retry_after > v_now - p_queue.queue_visibility_timeout and pgque._worker_has_messages(p_sub, p_worker, v_now) then
         return null;
       end if;
       p_max := 1;
     end if;
-    v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
+    v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._redelivery_size(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
     -- Messages that are not to be delivered are removed many at a time.  After a try in
     -- which all messages were being replaced, twice as many are read.
     v_look := greatest(v_piece, least(1 << least(v_try, 10), 1000));
@@ -250,13 +250,13 @@ begin
       v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end, p_from);
       if p_max > 1 then
         v_rows := array(
-          select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts) or r.ev_expires <= v_now);
+          select r from pg_catalog.unnest(v_rows) r where not pgque._may_be_poison(r.ev_receives, r.ev_retry, v_attempts) or r.ev_expires <= v_now);
       end if;
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
-    v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
+    v_good := pgque._choose_retries(p_queue, p_sub, v_doomed, v_now);
     -- No more of the others than are delivered, since a seal fixes their bodies.
-    v_good := v_good || pgque._weed(p_queue, p_sub,
+    v_good := v_good || pgque._choose_retries(p_queue, p_sub,
       array(select r from pg_catalog.unnest(v_rows) r where (r.ev_receives >= v_attempts or r.ev_expires <= v_now) is not true), v_now,
       v_piece - pg_catalog.cardinality(v_good));
     -- If none can be delivered, all were removed, or are just being replaced: of those,
@@ -286,7 +286,7 @@ begin
       from found f
       where r.ctid = f.ctid;
       -- A message that waited for its first delivery was not delivered before.
-      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
+      perform pgque._count(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
       from (select r.* from pg_catalog.unnest(v_good) r limit pg_catalog.cardinality(v_ids)) r
       where r.ev_receives > 0 or r.ev_retry > 0;
       return pg_catalog.cardinality(v_ids);
@@ -300,7 +300,7 @@ $$;
 -- Returns those of the given messages that may be delivered, at most p_enough.  Expired
 -- messages among them, and those whose attempts are used up, are removed.  The limit of
 -- attempts applies here, at a nack and in maint(), never while a lease lives.
-create or replace function pgque._weed(
+create or replace function pgque._choose_retries(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
 )
 returns pgque.retry_queue[]
@@ -313,13 +313,13 @@ begin
   foreach v_row in array p_rows loop
     exit when pg_catalog.cardinality(v_good) >= p_enough;
     if v_row.ev_key is not null and v_row.ev_receives = 0 then
-      v_row := pgque._claim_waiting(p_queue, v_row);
+      v_row := pgque._claim_retry(p_queue, v_row);
       continue when v_row.ev_id is null;
     end if;
     if v_row.ev_expires <= p_now or p_sub.sub_role = 'pool' and v_row.ev_receives >= p_queue.queue_max_receive_attempts then
       delete from pgque.retry_queue r where r.ev_owner + 0 = v_row.ev_owner and r.ev_id = v_row.ev_id returning r.* into v_gone;
       if v_row.ev_expires <= p_now then
-        perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+        perform pgque._count(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
       else
         perform pgque._give_up(p_queue, p_sub, v_gone, coalesce(case when v_gone.ev_batch is null then v_gone.ev_error end, 'receive attempts used up'));
       end if;
@@ -332,7 +332,7 @@ end
 $$;
 
 -- Returns a row of the retry queue as the event it was.
-create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
+create or replace function pgque._as_event(p_row pgque.retry_queue) returns pgque.event
 language sql immutable as $$
   select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
     p_row.ev_extra1, p_row.ev_extra2, p_row.ev_extra3, p_row.ev_extra4, p_row.ev_headers, p_row.ev_key, p_row.ev_bytes,
@@ -340,7 +340,7 @@ language sql immutable as $$
 $$;
 
 -- Counts messages that are removed or redelivered.
-create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
+create or replace function pgque._count(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
 language plpgsql as $$
 begin
   if p_count > 0 then

@@ -9,7 +9,7 @@ create or replace function pgque._give_up(p_queue pgque.queue, p_sub pgque.subsc
 language plpgsql as $$
 begin
   if p_queue.queue_drop_policy = 'drop' then
-    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
+    perform pgque._count(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
   else
     perform pgque._add_dead_letter(p_item, p_sub.sub_consumer, p_reason, p_queue.queue_drop_policy = 'hold',
       case when p_queue.queue_drop_policy = 'dead_letter' then p_queue.queue_dead_letter_queue end);
@@ -221,7 +221,7 @@ comment on function pgque.dlq_reasons(text, pgque.caller) is
 -- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
 -- same one.  p_call: the function to record in list_actions(), if a role calls it by
 -- hand for this dead letter.
-create or replace function pgque._exhume(p_dl_id bigint, p_caller name, p_call text default null) returns pgque.dead_letter
+create or replace function pgque._take_dead_letter(p_dl_id bigint, p_caller name, p_call text default null) returns pgque.dead_letter
 language plpgsql as $$
 declare
   v_dead  pgque.dead_letter;
@@ -233,7 +233,7 @@ begin
     perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
       'List the dead letters: select * from pgque.dlq_inspect(queue); This one was replayed, requeued, purged or forwarded already.');
   end if;
-  perform pgque._did(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
+  perform pgque._record_action(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
   from pgque.queue q
   where q.queue_id = v_dead.dl_queue_id and p_call is not null;
   return v_dead;
@@ -252,7 +252,7 @@ $$;
 create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller, 'dlq_replay');
+  v_dead  pgque.dead_letter := pgque._take_dead_letter(dlq_replay.dl_id, caller, 'dlq_replay');
 begin
   return pgque._replay(v_dead);
 end
@@ -280,7 +280,7 @@ begin
     limit case when $2 < 0 then 0 else $2 end
   loop
     begin
-      perform pgque._replay(pgque._exhume(v_id, caller));
+      perform pgque._replay(pgque._take_dead_letter(v_id, caller));
       replayed := replayed + 1;
     exception
       when sqlstate 'PQ008' then
@@ -290,7 +290,7 @@ begin
         first_error := coalesce(first_error, sqlerrm);
     end;
   end loop;
-  perform pgque._did('dlq_replay_all', v_queue.queue_name, jsonb_build_object('reason', $3, 'replayed', replayed, 'failed', failed)) where replayed > 0;
+  perform pgque._record_action('dlq_replay_all', v_queue.queue_name, jsonb_build_object('reason', $3, 'replayed', replayed, 'failed', failed)) where replayed > 0;
 end
 $$;
 comment on function pgque.dlq_replay_all(text, int, text, pgque.caller) is
@@ -335,7 +335,7 @@ $$;
 create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller, 'dlq_requeue');
+  v_dead  pgque.dead_letter := pgque._take_dead_letter(dlq_requeue.dl_id, caller, 'dlq_requeue');
 begin
   return pgque._requeue(v_dead);
 end
@@ -354,7 +354,7 @@ declare
   v_count  int;
 begin
   v_count := (
-    select count(pgque._requeue(pgque._exhume(x.dl_id, caller)))
+    select count(pgque._requeue(pgque._take_dead_letter(x.dl_id, caller)))
     from (
       select d.dl_id
       from pgque.dead_letter d
@@ -366,7 +366,7 @@ begin
       limit case when $2 < 0 then 0 else $2 end
       for update of d skip locked
     ) x);
-  perform pgque._did('dlq_requeue_all', v_queue.queue_name, jsonb_build_object('limit_count', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
+  perform pgque._record_action('dlq_requeue_all', v_queue.queue_name, jsonb_build_object('limit_count', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -392,7 +392,7 @@ begin
   where d.dl_queue_id = v_queue.queue_id and d.dl_time < v_until and not d.dl_held
     and pgque._has_reason(d.dl_reason, $3);
   get diagnostics v_count = row_count;
-  perform pgque._did('dlq_purge', v_queue.queue_name, jsonb_build_object('older_than', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
+  perform pgque._record_action('dlq_purge', v_queue.queue_name, jsonb_build_object('older_than', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -403,7 +403,7 @@ comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
 create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_delete.dl_id, caller, 'dlq_delete');
+  v_dead  pgque.dead_letter := pgque._take_dead_letter(dlq_delete.dl_id, caller, 'dlq_delete');
 begin
   return v_dead.ev_id;
 end
@@ -430,8 +430,8 @@ begin
     delete from pgque.dead_letter d where d.dl_id = v_dead.dl_id;
     v_count := v_count + 1;
   end loop;
-  perform pgque._tally(v_queue.queue_id, 0, 'archived', v_count);
-  perform pgque._did('archive_poison', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  perform pgque._count(v_queue.queue_id, 0, 'archived', v_count);
+  perform pgque._record_action('archive_poison', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;

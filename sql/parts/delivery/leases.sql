@@ -20,7 +20,7 @@ $$;
 create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  return (select count(*) from pgque._settle(pgque._batch_for(caller, $1), $2, 'release', null, null, false) f where f.ok);
+  return (select count(*) from pgque._set_outcomes(pgque._batch_for(caller, $1), $2, 'release', null, null, false) f where f.ok);
 end
 $$;
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
@@ -84,7 +84,7 @@ begin
     else
       -- A lease that may end earlier is checked in the retry queue.  And an old snapshot
       -- may not show that the batch was closed: to move it finds it out.
-      v_held := v_held + pgque._shelve(v_sub, v_state.lease, v_until);
+      v_held := v_held + pgque._move_to_retry(v_sub, v_state.lease, v_until);
     end if;
   end if;
   return v_held;
@@ -93,7 +93,7 @@ $$;
 
 -- Releases the messages of a batch, so that any worker may receive them at once.  The
 -- caller holds the batch's lock.
-create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
+create or replace function pgque._release_batch(p_sub pgque.subscriber, p_batch bigint) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_state  record;
@@ -102,7 +102,7 @@ declare
 begin
   select s.* into v_state from pgque._states(p_sub.sub_id, array[p_batch]) s;
   if v_state.place = 'log' then
-    v_fresh := pgque._shelve(p_sub, v_state.lease, pgque.clock(), 0);
+    v_fresh := pgque._move_to_retry(p_sub, v_state.lease, pgque.clock(), 0);
   end if;
   -- A maintenance session that has one of them locked may roll back: this waits for it.
   update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
@@ -115,7 +115,7 @@ $$;
 -- Returns the batches of a consumer that workers hold, also those whose lease expired.
 create or replace function pgque._batches_of(p_sub int) returns setof bigint
 language sql set enable_seqscan = off set jit = off as $$
-  select h.token from pgque._held(p_sub) h
+  select h.token from pgque._open_batches(p_sub) h
   union
   select r.ev_batch from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch is not null
 $$;
@@ -134,15 +134,15 @@ begin
   end if;
   perform pgque._lock_subscriber(v_sub.sub_id);
   -- A worker that is just finishing its batch keeps it.
-  foreach v_token in array pgque._hold_batches(v_sub, array(
+  foreach v_token in array pgque._try_lock_batches(v_sub, array(
     select b.id
     from pgque._batches_of(v_sub.sub_id) b (id)
     cross join lateral pgque._lease(v_sub.sub_id, b.id) l
     where v_sub.sub_role = 'pool' and (l.pos_time > v_now - $3 and l.pos_time <= v_now) is not true), 500)
   loop
-    v_count := v_count + (pgque._hand_back(v_sub, v_token) > 0)::int;
+    v_count := v_count + (pgque._release_batch(v_sub, v_token) > 0)::int;
   end loop;
-  perform pgque._did('reclaim', $1, jsonb_build_object('consumer_name', $2, 'older_than', $3, 'batches', v_count)) where v_count > 0;
+  perform pgque._record_action('reclaim', $1, jsonb_build_object('consumer_name', $2, 'older_than', $3, 'batches', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -181,13 +181,13 @@ begin
       case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
-  if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then
+  if pg_catalog.cardinality(pgque._try_lock_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then
     perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being finished', p_consumer, p_queue), 'Try again.');
   end if;
-  perform pgque._hand_back(v_sub, o.token), pgque._record(o.token, 'closed') from pg_catalog.unnest(v_open) o (token);
+  perform pgque._release_batch(v_sub, o.token), pgque._record(o.token, 'closed') from pg_catalog.unnest(v_open) o (token);
   perform pgque._end_batches(v_sub);
   update pgque.subscriber s set sub_role = p_to, sub_offsets = false where s.sub_id = v_sub.sub_id;
-  perform pgque._did(case p_to when 'pool' then 'share_consumer' else 'unshare_consumer' end, p_queue, pg_catalog.jsonb_build_object('consumer_name', p_consumer));
+  perform pgque._record_action(case p_to when 'pool' then 'share_consumer' else 'unshare_consumer' end, p_queue, pg_catalog.jsonb_build_object('consumer_name', p_consumer));
   return 1;
 end
 $$;

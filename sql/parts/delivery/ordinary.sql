@@ -94,7 +94,7 @@ begin
             -- The sequence has the newest tick (see _store_tick).  So a poll reads no table of ticks.
             p.fresh and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= p.tick as read
           from pgque.queue q,
-            pgque._named(q.queue_id, p_consumer) s,
+            pgque._subscriber_by_name(q.queue_id, p_consumer) s,
             lateral (%2$s) p
           where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
             and s.sub_role = case when p_worker is null then 'normal' else 'pool' end
@@ -135,7 +135,7 @@ declare
     ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_snapshot else p.pos_snapshot end as snapshot,'
     ' case when p.pos_fresh > 0 and p.pos_last_id is null then p.pos_next_event_seq else p.pos_event_seq end as event_seq,'
     ' case when p.pos_fresh > 0 then p.pos_last_id else p.pos_done_id end as done_id,'
-    -- A worker that has a message for the last time receives nothing besides (_is_suspect).
+    -- A worker that has a message for the last time receives nothing besides (_may_be_poison).
     ' (select r.ev_owner from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_worker = p_worker and r.ev_batch is not null'
     ' and r.ev_receives > coalesce(r.ev_retry, 0) + 1 and r.ev_receives >= p_attempts and r.ev_retry_after + ''0'' > v_now limit 1) is not null as alone';
 begin
@@ -202,7 +202,7 @@ begin
             c.last_id, w.token, w.token, least(c.n, p_max), w.pos_high, w.pos_skipped, p_worker, v_until, 1, 0,
             w.open || w.token, coalesce(w.pos_prune, 64),
             case when p_worker is null then w.pos_lapse else least(w.pos_lapse, v_until) end, w.pos_paid,
-            pgque._looked(w.pos_due, p_looked)
+            pgque._due_after(w.pos_due, p_looked)
           from (
             select count(*) as n, case when count(*) > p_max then (pg_catalog.array_agg(m.ev_id))[p_max] end as last_id,
               count(*) filter (where m.ev_key is not null or m.ev_expires is not null) as optional,

@@ -35,10 +35,10 @@ begin
   end if;
   v_sub := pgque._batch_owner(p_batch);
   if v_found.archives then
-    if not pgque._lock_batch(v_sub, p_batch) or not pgque._is_open(v_sub, p_batch) or not pgque._still_whole(v_sub.sub_id, p_batch) then
+    if not pgque._lock_batch(v_sub, p_batch) or not pgque._is_open(v_sub, p_batch) or not pgque._has_all_messages(v_sub.sub_id, p_batch) then
       return 0;
     end if;
-    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
+    select count(*) into v_count from pgque._set_outcomes(p_batch, null, 'archive', null, 'acked', false);
     if v_sub.sub_role = 'pool' then
       return (v_count > 0)::int;
     end if;
@@ -58,7 +58,7 @@ comment on function pgque.ack(bigint) is
 -- unnest() compares each row with each id as soon as the ids exceed work_mem, and a join
 -- does where the planner expects few.  The array is a parameter of dynamic SQL or
 -- (select v_ids): otherwise PL/pgSQL copies it for each row.
-create or replace function pgque._among(p_sorted bigint[], p_id bigint) returns boolean
+create or replace function pgque._contains(p_sorted bigint[], p_id bigint) returns boolean
 language sql immutable as $$ select (p_sorted[pg_catalog.width_bucket(p_id, p_sorted)] = p_id) is true $$;
 
 -- Gives messages of an open batch their outcome.  p_ids null: all that have none yet.
@@ -70,7 +70,7 @@ language sql immutable as $$ select (p_sorted[pg_catalog.width_bucket(p_id, p_so
 -- message.  A message that another session has locked, and may be taking over, is lost.
 -- With p_wait the call waits for it, since a caller that raises an error has to be
 -- sure.
-create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
+create or replace function pgque._set_outcomes(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
 returns setof pgque.outcome
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -99,12 +99,12 @@ begin
   v_lease := v_state.lease;
   if v_state.place = 'log' and pgque._old_snapshot() then
     -- To move the batch finds out whether the snapshot is too old.
-    perform pgque._shelve(v_sub, v_lease, v_state.until);
+    perform pgque._move_to_retry(v_sub, v_lease, v_state.until);
     v_state.place := 'retry';
   end if;
   if v_state.place = 'log' then
     v_rows := pgque._span_of_ids_sql(v_sub, v_lease, v_ids);
-    execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._among($1, e.ev_id)', v_rows)
+    execute pg_catalog.format('select array_agg(e.ev_id order by e.ev_id) from (%s) e where $1 is null or pgque._contains($1, e.ev_id)', v_rows)
     into v_log using v_ids;
     -- A message may be settled in the leaf that is no longer written.
     v_new := pgque._record(p_batch, 'outcome', array(
@@ -116,10 +116,10 @@ begin
   if p_wait then
     perform from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids) for update;
   end if;
-  v_gone := pgque._apply(v_sub, v_lease, p_batch, v_ids, v_rows, v_new, p_what, p_after, p_reason);
+  v_gone := pgque._apply_outcome(v_sub, v_lease, p_batch, v_ids, v_rows, v_new, p_what, p_after, p_reason);
   v_new := array(select n from pg_catalog.unnest(v_new || v_gone) n order by n);
   if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
-    -- So the batch is known to be whole apart from them; see _still_whole().
+    -- So the batch is known to be whole apart from them; see _has_all_messages().
     perform pgque._record(p_batch, 'outcome', v_gone);
   end if;
   if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
@@ -128,7 +128,7 @@ begin
   end if;
   if exists (
     select from pgque.retry_queue r
-    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and ((select v_ids))[pg_catalog.width_bucket(r.ev_id, (select v_ids))] = r.ev_id)   -- as _among()
+    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and ((select v_ids))[pg_catalog.width_bucket(r.ev_id, (select v_ids))] = r.ev_id)   -- as _contains()
   then
     -- The session that has one of them locked may roll back.  But the caller gets the
     -- answer that it is lost, so an ack of the rest must not finish it.
@@ -174,7 +174,7 @@ $$;
 -- Applies the outcome to the messages of a batch: to those of the log that p_new names,
 -- and to those in the retry queue.  Returns the ids of the latter.  p_ids and p_new are
 -- sorted.
-create or replace function pgque._apply(
+create or replace function pgque._apply_outcome(
   p_sub pgque.subscriber, p_lease pgque.position, p_batch bigint, p_ids bigint[], p_rows text, p_new bigint[],
   p_what text, p_after interval, p_reason text
 ) returns bigint[]
@@ -190,15 +190,15 @@ begin
     -- Rows that another session has locked are being taken over.
     v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
       ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
-      ' and ($4 is null or e.ev_id between $4[1] and $4[pg_catalog.cardinality($4)] and pgque._among($4, e.ev_id))'
+      ' and ($4 is null or e.ev_id between $4[1] and $4[pg_catalog.cardinality($4)] and pgque._contains($4, e.ev_id))'
       ' order by e.ev_id for update skip locked),'
       ' gone as (delete from pgque.retry_queue r using found f where r.ctid = f.ctid returning r.*)';
     v_items := 'select g.* from gone g';
   end if;
   if p_new is not null and p_what <> 'ack' then
     v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
-      'select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
-      ' where pgque._among($5, e.ev_id)', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
+      'select (pgque._as_retry(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
+      ' where pgque._contains($5, e.ev_id)', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
   end if;
   if v_items is null then
     return null;
@@ -210,12 +210,12 @@ begin
   if p_what = 'archive' then
     execute pgque._archive_sql(v_with, v_items, v_queue.queue_id) into v_ids
     using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new, p_reason;
-    perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(v_ids));
+    perform pgque._count(v_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(v_ids));
   else
     -- Each gets the time of its turn, and messages become due by that time.
     for v_item in execute pg_catalog.concat_ws(' ', v_with, v_items, 'order by ev_id') using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new loop
       v_ids := v_ids || v_item.ev_id;
-      perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
+      perform pgque._retry_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
     end loop;
   end if;
   return nullif(array(select pg_catalog.unnest(v_ids) except select pg_catalog.unnest(p_new)), '{}');
@@ -223,7 +223,7 @@ end
 $$;
 
 -- Redelivers or gives up one message that was taken from its batch.
-create or replace function pgque._again_or_dead(
+create or replace function pgque._retry_or_dead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_what text, p_after interval, p_reason text
 ) returns void
 language plpgsql as $$
@@ -249,7 +249,7 @@ begin
     p_item.ev_retry_after := p_item.ev_retry_after + coalesce(p_after, pgque._backoff(p_queue.queue_retry_backoff, p_item.ev_retry));
   end if;
   insert into pgque.retry_queue select p_item.*
-  -- As in _shelve().
+  -- As in _move_to_retry().
   on conflict (ev_owner, ev_id, ev_queue) do update
   set (ev_retry_after, ev_receives, ev_batch, ev_worker, ev_retry, ev_error)
     = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker, excluded.ev_retry, excluded.ev_error);
@@ -286,7 +286,7 @@ $$;
 
 -- Returns the outcome of one message of a batch, or raises an error if the message is
 -- not there.
-create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
+create or replace function pgque._outcome_or_error(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
 language plpgsql as $$
 begin
   if p_outcome.reason = 'not in this batch' then
@@ -302,7 +302,7 @@ $$;
 create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
+  perform pgque._outcome_or_error(f, $1) from pgque._set_outcomes(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
 end
 $$;
@@ -312,7 +312,7 @@ comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.call
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
+  perform pgque._outcome_or_error(f, $1) from pgque._set_outcomes(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
 end
 $$;
@@ -326,7 +326,7 @@ create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_a
 returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
+  return query select f.* from pgque._set_outcomes(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
 end
 $$;
 comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
@@ -342,7 +342,7 @@ begin
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = ($1 & 1048575)::int;
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
+  return query select f.* from pgque._set_outcomes(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
 end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
@@ -355,7 +355,7 @@ comment on function pgque.ack(bigint, bigint[], pgque.caller) is
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
+  return query select f.* from pgque._set_outcomes(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
 end
 $$;
 

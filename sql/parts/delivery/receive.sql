@@ -56,7 +56,7 @@ begin
     end if;
     v_known := v_poll.sub;
   end if;
-  v_turn := pgque._turn($1, $2, $3, $4, $5, caller, v_known);
+  v_turn := pgque._begin_delivery($1, $2, $3, $4, $5, caller, v_known);
   v_sub := v_turn.sub;
   if v_sub.sub_id is null then
     return;
@@ -66,21 +66,21 @@ begin
   v_room := v_turn.room;
   v_token := pgque._new_batch_id(v_pos);
   if v_turn.open is not null then
-    return query select * from pgque._again(v_sub, v_queue, v_turn.open);
+    return query select * from pgque._redeliver(v_sub, v_queue, v_turn.open);
     if found then
       return;
     end if;
     -- Every message of the batch has its outcome: it is finished.
-    v_pos := pgque._done_with(v_sub, v_pos, v_turn.open);
+    v_pos := pgque._finish_empty_batch(v_sub, v_pos, v_turn.open);
   end if;
 
   if v_turn.due and v_room > 0 then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7, lower(v_pos.pos_due));
+    v_pos.pos_shelf := pgque._lease_retries(v_queue, v_sub, v_token, v_room, $4, v_turn.until, $7, lower(v_pos.pos_due));
     if v_pos.pos_shelf is null then
       v_pos.pos_shelf := 0;
       v_room := 0;
     elsif v_pos.pos_shelf > 0 then
-      return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
+      return query select * from pgque._retries_of_batch(v_sub.sub_id, v_token, v_queue.queue_name);
       v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- the window was opened for nothing
     end if;
   end if;
@@ -98,7 +98,7 @@ begin
     end if;
     v_pos.pos_last_id := null;
     if v_sub.sub_keyed or pgque._has_keys_or_ttl(v_queue.queue_id) then
-      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
+      v_sifted := pgque._choose(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
       v_pos := v_sifted.pos;
       v_passed := v_passed + v_pos.pos_done_count;
       if v_sifted.rows is not null then
@@ -133,7 +133,7 @@ begin
         return query execute v_rows
         using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit;
         get diagnostics v_count = row_count;
-        v_pos.pos_last_id := case when v_count = v_room then pgque._last_of(pgque._slice_sql(v_sub, v_pos, '', v_room), v_room) end;
+        v_pos.pos_last_id := case when v_count = v_room then pgque._id_of_row(pgque._slice_sql(v_sub, v_pos, '', v_room), v_room) end;
       end if;
       v_pos.pos_done_count := v_count;
     end if;
@@ -142,7 +142,7 @@ begin
       v_pos := pgque._next_from(v_pos);
     end if;
   end loop;
-  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed is true
+  perform pgque._store_delivery(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed is true
     or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
 end
 $$;
@@ -177,7 +177,7 @@ $$;
 --   * changed: whether pos must be stored in any case
 --
 -- p_sub: the consumer, if a poll has found it and that there may be something to do.
-create or replace function pgque._turn(
+create or replace function pgque._begin_delivery(
   p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name, p_sub int,
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
   out room bigint, out span bigint, out until timestamptz, out changed boolean
@@ -194,7 +194,7 @@ begin
   end if;
   while sub.sub_id is null loop
     perform pgque._need_max_return(p_max, p_queue);
-    sub := (pgque._find(p_queue, p_consumer, p_caller)).sub;
+    sub := (pgque._find_subscriber(p_queue, p_consumer, p_caller)).sub;
     if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
@@ -225,11 +225,11 @@ begin
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
       where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
-        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _is_suspect() had it; + '0' keeps the planner from all that wait
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _may_be_poison() had it; + '0' keeps the planner from all that wait
   into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
   due := v_found.due is not null;
-  pos.pos_due := pgque._looked(pos.pos_due, v_now, v_found.due);
+  pos.pos_due := pgque._due_after(pos.pos_due, v_now, v_found.due);
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
   end if;
@@ -241,11 +241,11 @@ begin
   pos := pgque._next_from(pos);
   changed := (v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune) is true;
   if changed then
-    pos := pgque._reap(sub, pos, v_now);
+    pos := pgque._collect_expired(sub, pos, v_now);
     due := true;
   end if;
   if queue.queue_throughput_limit > 0 and sub.sub_role = 'pool' then
-    pos.pos_paid := pgque._paid_since(pos.pos_paid, v_now);
+    pos.pos_paid := pgque._limit_unused_since(pos.pos_paid, v_now);
     room := least(room, pg_catalog.floor(extract(epoch from v_now - pos.pos_paid) * queue.queue_throughput_limit + 0.000001)::bigint);
   end if;
 end
@@ -340,7 +340,7 @@ $$;
 -- Delivers an open batch again, without the messages that have an outcome.  All other
 -- messages are delivered, whatever max_return is now, since ack() finishes the whole
 -- batch.
-create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
+create or replace function pgque._redeliver(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_state  record;
@@ -349,13 +349,13 @@ begin
   if v_state.place = 'log' then
     return query execute pgque._delivery_sql(pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_state.lease))) using p_batch, p_queue.queue_name;
   else
-    return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
+    return query select * from pgque._retries_of_batch(p_sub.sub_id, p_batch, p_queue.queue_name);
   end if;
 end
 $$;
 
 -- Finishes a batch with no message left, and returns the position.
-create or replace function pgque._done_with(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
+create or replace function pgque._finish_empty_batch(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
 language plpgsql as $$
 begin
   perform pgque._record(p_batch, 'closed');
@@ -394,7 +394,7 @@ $$;
 
 -- Returns the id of the p_n-th row of a slice, if there are more than that.  Counting
 -- first costs a third of sorting for nothing.
-create or replace function pgque._last_of(p_rows text, p_n bigint) returns bigint
+create or replace function pgque._id_of_row(p_rows text, p_n bigint) returns bigint
 language plpgsql as $$
 declare
   v_more  boolean;
@@ -410,7 +410,7 @@ $$;
 
 -- Stores a delivery of p_count messages from the log, or the position up to which there
 -- was nothing to deliver.
-create or replace function pgque._delivered(
+create or replace function pgque._store_delivery(
   p_sub pgque.subscriber, p_queue pgque.queue, p_pos pgque.position, p_leaf int, p_count bigint, p_token bigint, p_worker text, p_until timestamptz, p_changed boolean
 ) returns void
 language plpgsql as $$
@@ -449,7 +449,7 @@ end
 $$;
 
 -- Returns the messages of a batch that are in the retry queue.
-create or replace function pgque._waiting_of(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
+create or replace function pgque._retries_of_batch(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return query

@@ -6,7 +6,7 @@
 -- 0, since delayed messages are for every consumer, and consumers that are read by
 -- offsets, since their readers read only the log.  All other consumers receive from the
 -- retry queue.
-create or replace function pgque._pumped() returns setof int
+create or replace function pgque._pump_owners() returns setof int
 language sql as $$
   select 0
   union all
@@ -42,7 +42,7 @@ begin
   end loop;
   for v_queue_id in
     select distinct d.ev_queue
-    from pgque._pumped() o (id)
+    from pgque._pump_owners() o (id)
     cross join lateral (
       select distinct r.ev_queue from pgque.retry_queue r where r.ev_owner = o.id and r.ev_retry_after <= v_now
     ) d
@@ -54,7 +54,7 @@ begin
         raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
     end;
   end loop;
-  return v_count + pgque._wake(v_now) + coalesce(pgque._forward_letters(), 0);
+  return v_count + pgque._notify_due(v_now) + coalesce(pgque._forward_letters(), 0);
 end
 $$;
 comment on function pgque.maint_retry_events() is
@@ -66,10 +66,10 @@ comment on function pgque.maint_retry_events() is
 -- Notifies the consumers for whom a message became due since the last call, and returns
 -- the number of messages.  Every five seconds it notifies for all messages that are
 -- due, because the rows may have been committed later.
-create or replace function pgque._wake(p_now timestamptz) returns int
+create or replace function pgque._notify_due(p_now timestamptz) returns int
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_since  timestamptz := least(pgque._woken(), p_now);
+  v_since  timestamptz := least(pgque._last_notified(), p_now);
   v_all    boolean := p_now >= pgque._next_five(v_since);
   v_queue  record;
   v_count  int := 0;
@@ -83,7 +83,7 @@ begin
       where r.ev_owner = s.sub_id and r.ev_retry_after > case when v_all then '-infinity' else v_since end and r.ev_retry_after <= p_now and r.ev_batch is null
       group by 1
     ) r
-    where s.sub_id not in (select o.id from pgque._pumped() o (id))
+    where s.sub_id not in (select o.id from pgque._pump_owners() o (id))
     group by 1
   loop
     begin
@@ -104,7 +104,7 @@ $$;
 create or replace function pgque._next_five(p_time timestamptz) returns timestamptz
 language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floor(extract(epoch from p_time) / 5) + 1)) $$;
 
-create or replace function pgque._woken() returns timestamptz
+create or replace function pgque._last_notified() returns timestamptz
 language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
 
 -- Returns when maint_retry_events() has work; null if the retry queue is empty, or if one
@@ -112,7 +112,7 @@ language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequenc
 create or replace function pgque._next_retry() returns timestamptz
 language plpgsql set enable_seqscan = off set jit = off set lock_timeout = '20ms' as $$
 declare
-  v_since  timestamptz := least(pgque._woken(), pgque.clock());
+  v_since  timestamptz := least(pgque._last_notified(), pgque.clock());
 begin
   if not exists (select from pgque.retry_queue) then
     return null;
@@ -120,9 +120,9 @@ begin
   return (
     select min(case when o.pumped or r.due > v_since then r.due else pgque._next_five(v_since) end)
     from (
-      select o.id, true as pumped from pgque._pumped() o (id)
+      select o.id, true as pumped from pgque._pump_owners() o (id)
       union all
-      select s.sub_id, false from pgque.subscriber s where s.sub_id not in (select o.id from pgque._pumped() o (id))
+      select s.sub_id, false from pgque.subscriber s where s.sub_id not in (select o.id from pgque._pump_owners() o (id))
     ) o
     cross join lateral (
       (select r.ev_retry_after as due from pgque.retry_queue r
@@ -154,8 +154,8 @@ begin
     return 0;
   end if;
   v_now := pgque.clock();   -- messages that were put there just now are due
-  v_aside := pgque._claim_aside(p_queue_id, array(
-    select pgque._slim_waiting(e.item)
+  v_aside := pgque._claim_retries(p_queue_id, array(
+    select pgque._slim_retry(e.item)
     from pgque.subscriber s
     cross join lateral (
       select e as item from pgque.retry_queue e
@@ -164,12 +164,12 @@ begin
       limit 10000
       for update skip locked
     ) e
-    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pumped() o (id))
+    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pump_owners() o (id))
     limit 10000));
   with found as materialized (
     select e.ctid
     from (
-      select o.id from pgque._pumped() o (id)
+      select o.id from pgque._pump_owners() o (id)
       where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
     ) o
     cross join lateral (
@@ -213,7 +213,7 @@ begin
   update pgque.retry_queue r set ev_retry_after = v_now
   where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
   get diagnostics v_count = row_count;
-  perform pgque._did('retry_now', $1, jsonb_build_object('consumer_name', $2, 'messages', v_count)) where v_count > 0;
+  perform pgque._record_action('retry_now', $1, jsonb_build_object('consumer_name', $2, 'messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;

@@ -5,7 +5,7 @@
 -- Returns the row of a consumer by name.  The server inlines it.  OFFSET 0 fixes the
 -- order of the joins, so that the name is looked up first: without statistics the
 -- planner would read all subscribers of the queue.
-create or replace function pgque._named(p_queue_id int, p_consumer text) returns setof pgque.subscriber
+create or replace function pgque._subscriber_by_name(p_queue_id int, p_consumer text) returns setof pgque.subscriber
 language sql stable as $$
   select s.*
   from (select c.co_id from pgque.consumer c where c.co_queue in (0, p_queue_id) and c.co_name = p_consumer collate pg_catalog."default" offset 0) c
@@ -15,7 +15,7 @@ $$;
 -- Returns the subscriber for a queue and a consumer, without a lock, the current leaf
 -- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
 -- PQ011 if there is none.
-create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
+create or replace function pgque._find_subscriber(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_found  record;
@@ -23,7 +23,7 @@ declare
 begin
   select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
   from pgque.queue q
-  cross join lateral pgque._named(q.queue_id, p_consumer) s
+  cross join lateral pgque._subscriber_by_name(q.queue_id, p_consumer) s
   cross join pgque.journal j
   where q.queue_name = p_queue collate pg_catalog."default"
     and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
@@ -32,7 +32,7 @@ begin
     -- next query finds the queue by its id, because the queue may have another name by then.
     v_queue := pgque._queue(p_queue, p_caller, 'consume');
     select s as sub, j.journal_cur, v_queue.queue_archive_on_ack, v_queue.queue_restored into v_found
-    from pgque._named(v_queue.queue_id, p_consumer) s
+    from pgque._subscriber_by_name(v_queue.queue_id, p_consumer) s
     cross join pgque.journal j;
     if not found then
       perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
@@ -49,7 +49,7 @@ end
 $$;
 
 create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
-language sql as $$ select (pgque._find(p_queue, p_consumer, p_caller)).sub $$;
+language sql as $$ select (pgque._find_subscriber(p_queue, p_consumer, p_caller)).sub $$;
 
 -- Locks a subscriber against its own other calls and returns its role.  A transaction
 -- with an old snapshot that does not show a change since fails with 40001.
@@ -194,7 +194,7 @@ begin
       update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
     end if;
   end if;
-  perform pgque._did('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'keyed_order', nullif($4, false))) where v_new = 1;
+  perform pgque._record_action('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'keyed_order', nullif($4, false))) where v_new = 1;
   return v_new;
 end
 $$;
@@ -215,7 +215,7 @@ begin
   if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
     return 0;
   end if;
-  perform pgque._let_keys_be_said(v_queue);
+  perform pgque._wait_for_keyed_sends(v_queue);
   -- The lock keeps rotation from emptying the table of this tick.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   if not found then
@@ -276,13 +276,13 @@ create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch big
 language plpgsql as $$
 begin
   perform pgque._record(p_batch, 'closed');
-  perform pgque._hand_back(p_sub, p_batch);
+  perform pgque._release_batch(p_sub, p_batch);
 end
 $$;
 
 -- Deletes the positions of former consumers once the last consumer is unsubscribed: in a
 -- dump, positions without consumers show that the consumers are not loaded yet (_lacks).
-create or replace function pgque._forget_positions() returns void
+create or replace function pgque._delete_positions() returns void
 language sql as $$
   delete from pgque.position where not exists (select from pgque.subscriber)
 $$;
@@ -309,8 +309,8 @@ begin
   delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;
-  perform pgque._forget_positions();
-  perform pgque._did('unsubscribe', v_queue.queue_name, jsonb_build_object('consumer_name', unsubscribe.consumer_name)) where v_rows > 0;
+  perform pgque._delete_positions();
+  perform pgque._record_action('unsubscribe', v_queue.queue_name, jsonb_build_object('consumer_name', unsubscribe.consumer_name)) where v_rows > 0;
   return v_count + v_rows;
 end
 $$;

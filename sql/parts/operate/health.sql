@@ -10,7 +10,7 @@ language sql immutable as $$ select 100 $$;
 -- Returns the subscribers of a queue with the greatest lag and their positions, the
 -- number of its consumers, and the slowest of them.  The messages that the slowest
 -- still needs, those in its workers' batches included, have ids above slowest_seq.
-create or replace function pgque._stragglers(
+create or replace function pgque._slowest_consumers(
   p_queue_id int, out subs pgque.subscriber[], out positions pgque.position[], out consumers bigint, out slowest text, out slowest_seq bigint
 )
 language plpgsql as $$
@@ -31,7 +31,7 @@ begin
     select pgque._subscriber_name(p.sub) as consumer_name, n.seq
     from p
     cross join lateral (
-      select o.pos_tick, o.pos_event_seq from pgque._oldest_need((p.sub).sub_id) o where pg_catalog.cardinality((p.pos).pos_open) > 0
+      select o.pos_tick, o.pos_event_seq from pgque._oldest_needed_position((p.sub).sub_id) o where pg_catalog.cardinality((p.pos).pos_open) > 0
       union all
       -- The same as _next_from(), in one query for many consumers.
       select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end,
@@ -93,7 +93,7 @@ declare
   v_wait   text := pg_catalog.current_setting('lock_timeout');
   v_sizes  jsonb;
 begin
-  perform pgque._hurry();
+  perform pgque._shorten_lock_timeout();
   v_sizes := pgque._sizes(p_queues);
   perform pg_catalog.set_config('lock_timeout', v_wait, true);
   return v_sizes;
@@ -182,7 +182,7 @@ declare
   v_back   record;
   v_shown  int[];
 begin
-  select f.* into v_back from pgque._stragglers(p_queue.queue_id) f;
+  select f.* into v_back from pgque._slowest_consumers(p_queue.queue_id) f;
   v_shown := array(select s.sub_id from unnest(v_back.subs) s);
   return query
     select m.metric, p_queue.queue_name, null::text, m.value::double precision
@@ -216,7 +216,7 @@ begin
     from (
       select (p.sub).sub_id, (o.lease).pos_done_count - o.settled as messages
       from pgque._positions(p_queue.queue_id) p
-      cross join lateral pgque._held((p.sub).sub_id) o
+      cross join lateral pgque._open_batches((p.sub).sub_id) o
       where cardinality((p.pos).pos_open) > 0
       union all
       select s.sub_id, 1
@@ -299,14 +299,14 @@ begin
   for v_queue in select q.* from pgque.queue q where q.queue_id = any (p_queues) order by q.queue_name loop
     continue when not p_sizes ? v_queue.queue_id::text or pgque._missing_leaf(v_queue.queue_id) is not null;
     begin
-      perform pgque._hurry();
+      perform pgque._shorten_lock_timeout();
       return query select f.* from pgque._queue_metrics(v_queue, (p_sizes ->> v_queue.queue_id::text)::numeric) f;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' or lock_not_available then
         null;
       when others then
-        if not pgque._is_gone(v_queue.queue_id) then
+        if not pgque._was_dropped(v_queue.queue_id) then
           raise;
         end if;   -- else the queue was dropped meanwhile
     end;
@@ -504,7 +504,7 @@ begin
   select pgque._subscriber_name(s) as consumer, h.worker, v_now - h.since as age into v_held
   from pg_catalog.unnest(p_subs) s
   cross join lateral (
-    select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._held(s.sub_id) o where o.until > v_now
+    select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._open_batches(s.sub_id) o where o.until > v_now
     union all
     select l.pos_worker, l.pos_time
     from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now) b
@@ -522,7 +522,7 @@ end
 $$;
 
 -- Returns all checks of one queue; no row if it was dropped meanwhile.  p_pumped: see
--- _pumped().
+-- _pump_owners().
 create or replace function pgque._queue_health(
   p_queue pgque.queue, p_pumped int[], out check_name text, out queue text, out status text, out detail text, out advice text
 ) returns setof record
@@ -550,7 +550,7 @@ begin
     perform pgque._no_queue(p_queue.queue_name);   -- a session that waited for the lock may have waited for a DROP of the queue
   end if;
   v_last := pgque._last_tick(p_queue);
-  select f.* into v_back from pgque._stragglers(p_queue.queue_id) f;
+  select f.* into v_back from pgque._slowest_consumers(p_queue.queue_id) f;
   return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_back.slowest, v_back.slowest_seq) h;
   v_ticks := pgque._health_ticks(p_queue, v_last);
   return query select 'ticks', queue, v_ticks.status, v_ticks.detail, v_ticks.advice;
@@ -595,7 +595,7 @@ language plpgsql as $$
 declare
   v_queue    pgque.queue;
   v_queues   int[] := pgque._some_queues(p_queues, 2);
-  v_pumped   int[] := array(select o.id from pgque._pumped() o (id));
+  v_pumped   int[] := array(select o.id from pgque._pump_owners() o (id));
 begin
   if cardinality(v_queues) < cardinality(p_queues) then
     check_name := 'queues';
@@ -606,9 +606,9 @@ begin
   end if;
   for v_queue in select q.* from pgque.queue q where q.queue_id = any (v_queues) order by q.queue_name loop
     begin
-      perform pgque._hurry();
+      perform pgque._shorten_lock_timeout();
       return query select h.* from pgque._queue_health(v_queue, v_pumped) h;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
@@ -621,7 +621,7 @@ begin
         detail := coalesce(detail, 'a table that the queues share was locked');
         return next;
       when others then
-        if not pgque._is_gone(v_queue.queue_id) then
+        if not pgque._was_dropped(v_queue.queue_id) then
           raise;
         end if;   -- else the queue was dropped meanwhile
     end;

@@ -50,7 +50,7 @@ comment on function pgque.queue_rates(text, interval, int, pgque.caller) is
 
 -- Records a change that a role made by hand, in the same transaction.  A null argument
 -- was left out, except the value of a setting: there it restores the default.
-create or replace function pgque._did(p_call text, p_queue text, p_args jsonb default null) returns void
+create or replace function pgque._record_action(p_call text, p_queue text, p_args jsonb default null) returns void
 language plpgsql as $$
 begin
   if not exists (select from pgque.config c where c.keep_actions is null) then
@@ -159,10 +159,10 @@ begin
     exit when clock_timestamp() > v_end;
     continue when (v_behind.q).queue_id = any (v_locked);
     begin
-      perform pgque._hurry();
+      perform pgque._shorten_lock_timeout();
       select c.lag, c.pending_events into v_found
       from pgque._consumers(v_behind.q, array[v_behind.s], array[v_behind.pos], pgque._missing_leaf((v_behind.q).queue_id) is not null) c;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         insert into pgque.sample (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf)
@@ -185,7 +185,7 @@ begin
   if pgque._period($2::text) > '100 years' then
     raise data_exception using message = 'more than 100 years';
   elsif $2 is null then
-    perform pgque._did('set_history', null, jsonb_build_object('what', $1, 'keep', 'off'));
+    perform pgque._record_action('set_history', null, jsonb_build_object('what', $1, 'keep', 'off'));
   end if;
   if $1 = 'actions' then
     update pgque.config c set keep_actions = $2;
@@ -194,7 +194,7 @@ begin
   else
     raise data_exception using message = 'no such history';
   end if;
-  perform pgque._did('set_history', null, jsonb_build_object('what', $1, 'keep', $2)) where $2 is not null;
+  perform pgque._record_action('set_history', null, jsonb_build_object('what', $1, 'keep', $2)) where $2 is not null;
   return $2;
 exception
   when data_exception or check_violation then
@@ -211,7 +211,7 @@ comment on function pgque.set_history(text, interval) is
 -- is full.  The next call makes the empty leaf the current one.  So recording never
 -- waits for a transaction that emptied a leaf and stays open.  A history that is off
 -- keeps its rows.
-create or replace function pgque._turn_history() returns int
+create or replace function pgque._rotate_history() returns int
 language plpgsql as $$
 declare
   v_history  record;

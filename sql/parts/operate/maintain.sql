@@ -11,7 +11,7 @@ declare
 begin
   select min(p.pos_tick) into v_tick
   from pgque.subscriber s
-  cross join lateral pgque._oldest_need(s.sub_id) p
+  cross join lateral pgque._oldest_needed_position(s.sub_id) p
   where s.sub_queue = p_queue_id and s.sub_main is null;
   return coalesce(v_tick, (pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id))).tick_id);
 end
@@ -22,7 +22,7 @@ $$;
 -- a reader of offsets may begin there, also while no consumer keeps rows for it.  Only a
 -- transaction that was open across a rotation breaks this: its rows are in the older
 -- table, behind the first ticks of the newer one.
-create or replace function pgque._forget_ticks(p_queue_id int, p_n int) returns void
+create or replace function pgque._delete_ticks(p_queue_id int, p_n int) returns void
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_first  pg_snapshot;
@@ -78,8 +78,8 @@ begin
   -- Most of this work is done, and committed, before the table is locked.
   if pgque._keyed(v_queue) then
     begin
-      if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) or pgque._refresh_waiting(v_id, v_next) = 0 then
-        perform pgque._let_go();
+      if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) or pgque._refresh_retries(v_id, v_next) = 0 then
+        perform pgque._undo_block();
       end if;
     exception
       when lock_not_available or sqlstate 'PQ099' then
@@ -99,14 +99,14 @@ begin
       and pg_relation_size(format('pgque.event_%s_%s', v_id, (v_next + 1) % 3)) = 0
       and pg_relation_size(format(v_current, 'tick')) < 131072
     then
-      perform pgque._let_go();
+      perform pgque._undo_block();
     end if;
     -- All checks so far took no lock, so that a call without a result writes nothing.
     perform from pgque.queue q
     where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
     for no key update skip locked;
     if not found then
-      perform pgque._let_go();
+      perform pgque._undo_block();
     end if;
     if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
       -- Before the tables are locked, since there may be thousands of consumers.  No
@@ -125,12 +125,12 @@ begin
       into v_needed
       using pg_snapshot_xmax(v_slowest.tick_snapshot), array(select pg_snapshot_xip(v_slowest.tick_snapshot)), v_slowest.tick_id;
       if v_needed is distinct from false then
-        perform pgque._let_go();
+        perform pgque._undo_block();
       end if;
       -- A session that has such a row locked may wait for the table: then this call
       -- fails.
-      perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where pgque._keyed(v_queue);
-      perform pgque._forget_ticks(v_id, v_next);
+      perform pgque._refresh_retries(v_id, v_next, null, 'nowait') where pgque._keyed(v_queue);
+      perform pgque._delete_ticks(v_id, v_next);
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
     execute format('select t.tick_event_seq from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(v_id)) into v_floor;
@@ -162,7 +162,7 @@ language sql volatile as $$
 $$;
 
 -- Makes the other leaf of the journal the current one, and notes it for polls.
-create or replace function pgque._turn_journal(p_cur int) returns void
+create or replace function pgque._rotate_journal(p_cur int) returns void
 language plpgsql as $$
 begin
   update pgque.journal j set journal_cur = 1 - p_cur, journal_flipped_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
@@ -206,12 +206,12 @@ begin
     if not found or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
-    perform pgque._turn_journal(v_cur);
+    perform pgque._rotate_journal(v_cur);
     return 1;
   end if;
-  for v_sub in select s.* from pgque.subscriber s where not pgque._has_carried(s.sub_id, v_cur) for no key update skip locked loop
-    perform pgque._carry_over(pgque._position(v_sub.sub_id), v_cur);
-    perform pgque._carry_leases(v_sub, v_cur);
+  for v_sub in select s.* from pgque.subscriber s where not pgque._has_copied(s.sub_id, v_cur) for no key update skip locked loop
+    perform pgque._copy_position(pgque._position(v_sub.sub_id), v_cur);
+    perform pgque._copy_leases(v_sub, v_cur);
   end loop;
   -- A reader with an old snapshot gets 40001 if this row changed.
   if v_waits then
@@ -223,7 +223,7 @@ begin
     end if;
   end if;
   execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur, case when not v_waits then ' nowait' end);
-  if exists (select from pgque.subscriber s where not pgque._has_carried(s.sub_id, v_cur)) then
+  if exists (select from pgque.subscriber s where not pgque._has_copied(s.sub_id, v_cur)) then
     return 0;
   end if;
   -- Counters continue.
@@ -254,13 +254,13 @@ end
 $$;
 
 -- Returns whether a leaf has a subscriber's position, and all rows of its open batches.
-create or replace function pgque._has_carried(p_sub int, p_cur int) returns boolean
+create or replace function pgque._has_copied(p_sub int, p_cur int) returns boolean
 language plpgsql as $$
 declare
   v_position  pgque.position := pgque._position_in(p_sub, p_cur);
 begin
   return v_position.pos_sub is not null
-    and not exists (select from pg_catalog.unnest(v_position.pos_open) o (token) where not pgque._carried(p_sub, o.token, p_cur));
+    and not exists (select from pg_catalog.unnest(v_position.pos_open) o (token) where not pgque._is_copied(p_sub, o.token, p_cur));
 end
 $$;
 
@@ -290,7 +290,7 @@ begin
     execute format(
       'select t.* from (%s) t where t.tick_time < $1 and t.tick_id < $2 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
     into v_to using v_cutoff, coalesce(v_young, 9223372036854775807);
-    perform pgque._let_go();
+    perform pgque._undo_block();
   exception
     when sqlstate 'PQ099' then
       null;
@@ -299,13 +299,13 @@ begin
     for v_sub in
       select s.*
       from pgque.subscriber s
-      where s.sub_queue = p_queue_id and s.sub_main is null and (pgque._oldest_need(s.sub_id)).pos_tick < v_to.tick_id
+      where s.sub_queue = p_queue_id and s.sub_main is null and (pgque._oldest_needed_position(s.sub_id)).pos_tick < v_to.tick_id
       for no key update skip locked
     loop
       v_count := v_count + pgque._move_forward(v_queue, v_sub, v_to);
     end loop;
   end if;
-  return v_count + pgque._give_up_waiting(v_queue, v_cutoff);
+  return v_count + pgque._give_up_retries(v_queue, v_cutoff);
 end
 $$;
 
@@ -325,18 +325,18 @@ declare
 begin
   -- Leased messages may still be finished, but not from the log.  Batches are locked
   -- together, since a server has no room for thousands of locks.
-  v_mine := pgque._hold_batches(p_sub, array(select h.token from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200));
-  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where h.token = any (v_mine) loop
+  v_mine := pgque._try_lock_batches(p_sub, array(select h.token from pgque._open_batches(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200));
+  for v_held in select h.token, h.lease, h.until from pgque._open_batches(p_sub.sub_id) h where h.token = any (v_mine) loop
     if exists (select from pgque._states(p_sub.sub_id, array[v_held.token]) s where s.place = 'log') then
       if p_sub.sub_role <> 'pool' then
         -- A batch whose lease has no end is not kept for longer than other messages.  A
         -- client that acknowledges a dropped message gets the answer that it has its
         -- outcome.
-        v_dropped := pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to, 10000);
+        v_dropped := pgque._give_up_to(p_queue, p_sub, v_held.lease, p_to, 10000);
         v_position.pos_skipped := v_position.pos_skipped + v_dropped;
       end if;
       if v_dropped < 10000 then
-        v_left := pgque._shelve(p_sub, v_held.lease, v_held.until);
+        v_left := pgque._move_to_retry(p_sub, v_held.lease, v_held.until);
         -- A batch without messages is finished: ack() of it returns 0.
         perform pgque._record(v_held.token, 'closed') where v_left = 0 and p_sub.sub_role <> 'pool';
       end if;
@@ -353,7 +353,7 @@ begin
     if v_upto.tick_event_seq - v_position.pos_event_seq > 10000 then
       v_upto := pgque._tick(p_queue.queue_id, pgque.next_tick(p_queue.queue_name, v_position.pos_tick, 10000, null, v_upto.tick_id));
     end if;
-    v_position.pos_skipped := v_position.pos_skipped + pgque._drop_upto(p_queue, p_sub, v_position, v_upto);
+    v_position.pos_skipped := v_position.pos_skipped + pgque._give_up_to(p_queue, p_sub, v_position, v_upto);
     if v_upto.tick_id < v_position.pos_next_tick then
       v_position.pos_tick := v_upto.tick_id;
       v_position.pos_snapshot := v_upto.tick_snapshot;
@@ -371,7 +371,7 @@ $$;
 
 -- Gives up the messages of a position's window or batch up to a tick that have no
 -- outcome.  Returns how many, at most p_most.
-create or replace function pgque._drop_upto(
+create or replace function pgque._give_up_to(
   p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick, p_most int default null
 ) returns bigint
 language plpgsql as $$
@@ -389,7 +389,7 @@ begin
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
     execute pg_catalog.format(
-      'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, pgque.clock(), null, null)).* from (%s) e'
+      'insert into pgque.retry_queue select (pgque._as_retry(e, $1, 0, pgque.clock(), null, null)).* from (%s) e'
       ' where (e.ev_id in (select pg_catalog.unnest((select $2)))) is true on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
     using p_sub, v_claim.busy;
     -- A sender with an older snapshot does not see that they are dropped.
@@ -401,9 +401,9 @@ begin
   for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
     v_ids := v_ids || v_event.ev_id;
     if v_event.ev_expires <= pgque.clock() then
-      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+      perform pgque._count(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
     else
-      perform pgque._give_up(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
+      perform pgque._give_up(p_queue, p_sub, pgque._as_retry(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
     end if;
   end loop;
   perform pgque._record(p_position.pos_batch, 'outcome', v_ids) where p_position.pos_batch is not null;
@@ -415,7 +415,7 @@ $$;
 -- time counts from when a message was due, and not from the send: a message with a long
 -- delay keeps its retries.  A lease without an end does not keep a message: then the time
 -- counts from the delivery.  Returns 1 if it gave up 10,000, the most for one call.
-create or replace function pgque._give_up_waiting(p_queue pgque.queue, p_cutoff timestamptz) returns int
+create or replace function pgque._give_up_retries(p_queue pgque.queue, p_cutoff timestamptz) returns int
 language plpgsql as $$
 declare
   v_held   bigint[];
@@ -431,8 +431,8 @@ begin
       where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_retry_after = 'infinity'
     ) h
     where coalesce((pgque._lease(h.ev_owner, h.ev_batch)).pos_time, '-infinity') < p_cutoff);
-  v_aside := pgque._claim_aside(p_queue.queue_id, array(
-    select pgque._slim_waiting(e)
+  v_aside := pgque._claim_retries(p_queue.queue_id, array(
+    select pgque._slim_retry(e)
     from (
       select e.* from pgque.retry_queue e
       where e.ev_queue = p_queue.queue_id and e.ev_retry_after < p_cutoff and e.ev_owner <> 0
@@ -492,7 +492,7 @@ $$;
 -- Locks a queue's consumers and batches until the transaction ends.  A session that
 -- works with a batch may receive next, which needs the consumer.  So the function does
 -- not wait while it has the consumers locked: it releases them first.
-create or replace function pgque._stop_all(p_queue_id int) returns void
+create or replace function pgque._lock_consumers(p_queue_id int) returns void
 language plpgsql as $$
 declare
   v_wait  text := pg_catalog.current_setting('lock_timeout');
@@ -504,7 +504,7 @@ begin
       if pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id) then
         return;
       end if;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
@@ -513,7 +513,7 @@ begin
     begin
       perform pg_catalog.set_config('lock_timeout', '50ms', true);
       perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id);
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
@@ -542,11 +542,11 @@ declare
 begin
   perform pgque._need_read_committed('purge()');
   perform pgque._rebase(v_queue.queue_id);
-  perform pgque._let_keys_be_said(v_queue);
+  perform pgque._wait_for_keyed_sends(v_queue);
   -- Calls that move a consumer to a stored tick wait here; those with an older snapshot get
   -- 40001, since the row changes.
   update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
-  perform pgque._stop_all(v_queue.queue_id);
+  perform pgque._lock_consumers(v_queue.queue_id);
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
@@ -579,7 +579,7 @@ begin
   )
   delete from pgque.retry_queue r using found f
   where r.ctid = f.ctid;
-  perform pgque._did('purge', v_queue.queue_name, jsonb_build_object('messages', v_count));
+  perform pgque._record_action('purge', v_queue.queue_name, jsonb_build_object('messages', v_count));
   return v_count;
 end
 $$;
@@ -605,17 +605,17 @@ begin
     if v_pos.pos_lapse <= pgque.clock() and v_queue.queue_max_receive_attempts = 1 then
       perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for no key update skip locked;
       continue when not found;
-      perform pgque._append_position(pgque._reap(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque.clock()));
+      perform pgque._append_position(pgque._collect_expired(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque.clock()));
     end if;
     v_rows := array(
-      select pgque._slim_waiting(r)
+      select pgque._slim_retry(r)
       from (
         select r.* from pgque.retry_queue r
         where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock() and r.ev_receives >= v_queue.queue_max_receive_attempts
         limit 10000 - v_count
         for update skip locked
       ) r);
-    perform pgque._weed(v_queue, v_sub, v_rows, pgque.clock());
+    perform pgque._choose_retries(v_queue, v_sub, v_rows, pgque.clock());
     v_count := v_count + cardinality(v_rows);
     exit when v_count >= 10000;
   end loop;
@@ -628,7 +628,7 @@ comment on function pgque.maint_lapsed() is
 
 -- Empties side tables without live rows, so that not even their dead rows stay.  A
 -- table in use is skipped.
-create or replace function pgque._sweep() returns int
+create or replace function pgque._empty_side_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_count  int := 0;
@@ -773,7 +773,7 @@ begin
   end if;
   -- A failure in one part must not stop the others.  _drop_leaves is last: all others
   -- use the tables that it locks.
-  foreach v_part in array array['_note_complete_later', '_copy_options', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_note_complete_later', '_copy_options', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_rotate_history', '_empty_side_tables', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;

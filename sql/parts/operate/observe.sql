@@ -11,7 +11,7 @@ declare
   v_time      timestamptz := v_position.pos_time;
 begin
   select s.* into v_sub from pgque.subscriber s where s.sub_id = p_sub;
-  v_position := case when v_sub.sub_main is null then pgque._standing(v_sub, v_position) else pgque._batch_of_worker(v_sub) end;
+  v_position := case when v_sub.sub_main is null then pgque._current_position(v_sub, v_position) else pgque._batch_of_worker(v_sub) end;
   v_position.pos_time := v_time;
   v_position.pos_until := null;   -- not every client can read an infinite time
   v_position.pos_lapse := null;
@@ -61,7 +61,7 @@ $$;
 
 -- Returns whether a queue was dropped since its row was read.  Its tables may stay for
 -- a while.
-create or replace function pgque._is_gone(p_queue_id int) returns boolean
+create or replace function pgque._was_dropped(p_queue_id int) returns boolean
 language plpgsql as $$
 begin
   return not exists (select from pgque.queue q where q.queue_id = p_queue_id) or pgque._missing_leaf(p_queue_id) is not null;
@@ -83,7 +83,7 @@ $$;
 -- Shortens lock_timeout for a function that reads every queue: it waits only briefly
 -- for the tables of a locked one, and returns what it knows without them.  The caller
 -- undoes its block, and this setting with it.
-create or replace function pgque._hurry() returns void
+create or replace function pgque._shorten_lock_timeout() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
 -- These functions read each queue with the same statements.  One plan for all queues
@@ -133,7 +133,7 @@ begin
       ticker_lag := null;
       ev_per_sec := null;
       last_tick_id := null;
-      perform pgque._hurry();
+      perform pgque._shorten_lock_timeout();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
         -- The last tick that is a minute old, found backwards, since a busy queue has too many
@@ -153,14 +153,14 @@ begin
         perform pgque._no_queue(queue_name);
       end if;
       return next;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
         return next;
       when others then
-        if $1 is not null or not pgque._is_gone(v_queue.queue_id) then
+        if $1 is not null or not pgque._was_dropped(v_queue.queue_id) then
           raise;
         end if;   -- else the queue was dropped meanwhile
     end;
@@ -260,7 +260,7 @@ begin
     v_pos := p_positions[n];
     last_seen := pgque.clock() - v_pos.pos_time;
     consumer_name := pgque._subscriber_name(v_sub);
-    v_pos := case when v_sub.sub_main is null then pgque._standing(v_sub, v_pos) else pgque._batch_of_worker(v_sub) end;
+    v_pos := case when v_sub.sub_main is null then pgque._current_position(v_sub, v_pos) else pgque._batch_of_worker(v_sub) end;
     last_tick := v_pos.pos_tick;
     current_batch := v_pos.pos_batch;
     next_tick := v_pos.pos_next_tick;
@@ -273,7 +273,7 @@ begin
         -- What was rolled back has drawn ids, too.
         pending_events := case when lag is null then 0 else pending_events end;
       else
-        lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_of(v_pos))).tick_time end;
+        lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_tick(v_pos))).tick_time end;
       end if;
       if v_sub.sub_main is null then
         -- Messages that may be received again, or were not delivered yet because of
@@ -285,7 +285,7 @@ begin
           group by 3
           union all
           select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
-          from pgque._lapsed(v_sub.sub_id, v_pos) l
+          from pgque._expired_batches(v_sub.sub_id, v_pos) l
           union all
           -- Redelivered to a consumer whose leases never expire, and not finished
           select r.n, l.pos_time, r.behind
@@ -343,16 +343,16 @@ begin
     continue when v_subs is null;
     v_locked := false;
     begin
-      perform pgque._hurry();
+      perform pgque._shorten_lock_timeout();
       return query select c.* from pgque._consumers(v_queue, v_subs, v_positions, pgque._missing_leaf(v_queue.queue_id) is not null) c;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
         v_locked := true;
       when others then
-        if not pgque._is_gone(v_queue.queue_id) then
+        if not pgque._was_dropped(v_queue.queue_id) then
           raise;
         elsif $1 is not null then
           perform pgque._no_queue($1);
@@ -391,7 +391,7 @@ begin
   end if;
   if $3 is not null then
     v_sub := pgque._subscriber($1, $3, caller);
-    v_pos := pgque._standing(v_sub, pgque._position(v_sub.sub_id));
+    v_pos := pgque._current_position(v_sub, pgque._position(v_sub.sub_id));
   else
     v_tick := pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id));
     v_pos.pos_snapshot := v_tick.tick_snapshot;
@@ -411,7 +411,7 @@ begin
     exit when v_count >= $2;
     v_length := 8 * v_length;
   end loop;
-  for v_lapsed in select (l.lease).* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
+  for v_lapsed in select (l.lease).* from pgque._expired_batches(v_sub.sub_id, v_pos) l loop
     -- After a move back, a row may be ahead of the position and in an expired batch.
     v_once := 'distinct on (e.ev_id, e.ev_txid, e.ev_retry)';
     v_rows := v_rows || ' union all ' || pgque._undone_sql(v_sub, v_lapsed);
@@ -432,7 +432,7 @@ begin
       where r.ev_queue = $1 and r.ev_retry_after <= $5 and ($3 is null or r.ev_owner in (0, $3))
         and not exists (select from log e where e.ev_id = r.ev_id)
         and not (r.ev_key is not null and r.ev_receives = 0 and exists (
-          select from pg_catalog.unnest(pgque._said($1, array[pgque._event(pgque._slim_waiting(r))])) s where s.ev_owner = -2))
+          select from pg_catalog.unnest(pgque._key_rows($1, array[pgque._as_event(pgque._slim_retry(r))])) s where s.ev_owner = -2))
       order by r.ev_id
       limit $4)
     order by 1
@@ -512,7 +512,7 @@ $$;
 
 -- Returns where the rows of a message are in the log, as _rows_sql() takes it: a
 -- condition on row addresses for each table, null for none.
-create or replace function pgque._places(p_queue pgque.queue, p_id bigint) returns text[]
+create or replace function pgque._row_addresses(p_queue pgque.queue, p_id bigint) returns text[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_places  text[];
@@ -553,7 +553,7 @@ begin
   end if;
   p_after := least(greatest(p_after, p_id - 1), 4611686018427387904);   -- no id is higher
   if p_id is not null then
-    v_places := pgque._places(p_queue, p_id);
+    v_places := pgque._row_addresses(p_queue, p_id);
   end if;
   for v_sub in
     select s.*
@@ -563,7 +563,7 @@ begin
   loop
     if coalesce(p_status, 'processing') in ('processing', 'retry', 'expired') then
       for v_held in
-        select h.* from pgque._held(v_sub.sub_id) h
+        select h.* from pgque._open_batches(v_sub.sub_id) h
         where ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= p_id) is not true
       loop
         return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and, v_places)), $q$
@@ -576,7 +576,7 @@ begin
     return query select m.* from pgque._messages_ahead(p_queue, v_sub, p_limit, p_where, p_status, p_after, v_places) m;
   end loop;
   if coalesce(p_status, 'delayed') in ('pending', 'processing', 'delayed', 'retry', 'expired') then
-    return query execute pgque._limited_sql(pgque._waiting_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
+    return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
   if coalesce(p_status, 'dead') in ('dead', 'failed') then
     -- One consumer after the other, in the order of an index.
@@ -656,7 +656,7 @@ end
 $$;
 
 -- Returns the query for the messages of _messages() that are in the retry queue.
-create or replace function pgque._waiting_messages_sql() returns text
+create or replace function pgque._retry_messages_sql() returns text
 language sql immutable as $f$
   select $q$
     select r.ev_id, c.co_name,
@@ -842,7 +842,7 @@ begin
     join pgque.consumer c on c.co_id = s.sub_consumer
     cross join lateral (
       select (l.lease).pos_worker as worker, l.token, (l.lease).pos_done_count - l.settled as messages, (l.lease).pos_time as at, l.until
-      from pgque._held(s.sub_id) l
+      from pgque._open_batches(s.sub_id) l
       union all
       select r.ev_worker, r.ev_batch, 1, null, r.ev_retry_after
       from pgque.retry_queue r
@@ -876,7 +876,7 @@ begin
     ) m
     order by m.receive_count desc, m.msg_id
     limit $7
-    $q$, pgque._limited_sql(pgque._waiting_messages_sql(), 'm.receive_count > m.retry_count + 1'),
+    $q$, pgque._limited_sql(pgque._retry_messages_sql(), 'm.receive_count > m.retry_count + 1'),
     pgque._limited_sql(pgque._dead_messages_sql($d$ and (greatest(d.dl_receives, d.ev_retry) > coalesce(d.ev_retry, 0) + 1 or d.dl_reason = 'receive attempts used up')$d$), 'true'))
   using v_queue.queue_id, pgque.clock(), 100000, null::bigint, 0::bigint, null::int, case when $2 < 0 then 0 else $2 end;
 end

@@ -113,7 +113,7 @@ begin
         pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_event_seq), pgque._rows_sql(p_queue.queue_id, 'true'))
       into v_found;
     end if;
-    perform pgque._let_go();
+    perform pgque._undo_block();
   exception
     when sqlstate 'PQ099' then
       null;
@@ -246,7 +246,7 @@ begin
   perform pgque._note_complete_later();
   update pgque.queue q set queue_xid = '2' where q.queue_restored;
   get diagnostics v_count = row_count;
-  perform pgque._did('confirm_restore', null, jsonb_build_object('queues', v_count));
+  perform pgque._record_action('confirm_restore', null, jsonb_build_object('queues', v_count));
   return v_count;
 end
 $$;
@@ -258,7 +258,7 @@ comment on function pgque.confirm_restore() is
 -- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,
 -- readers and workers of the queue repair it too, and hold some of these locks.
 -- A worker that has its consumer's row may wait for the tables, so that this call waits
--- for rows only briefly, and _insist() releases the tables.  Raises PQ099 if there is
+-- for rows only briefly, and _execute_insistently() releases the tables.  Raises PQ099 if there is
 -- nothing to repair any more, so that no lock stays.
 create or replace function pgque._lock_restored(p_queue_id int) returns void
 language plpgsql as $$
@@ -271,7 +271,7 @@ begin
   perform pg_catalog.set_config('lock_timeout', '50ms', true);
   perform from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored for update;
   if not found then
-    perform pgque._let_go();
+    perform pgque._undo_block();
   end if;
   perform from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update;
 end
@@ -298,7 +298,7 @@ begin
   end if;
   perform pgque._need_read_committed('a restored queue');
   begin
-    perform pgque._insist(format('select pgque._lock_restored(%s)', p_queue_id));
+    perform pgque._execute_insistently(format('select pgque._lock_restored(%s)', p_queue_id));
   exception
     when sqlstate 'PQ099' then
       return false;
@@ -308,13 +308,13 @@ begin
   perform pgque._create_reader(p_queue_id);   -- those of the dump may be of an earlier version
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
-    v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
-    if cardinality(pgque._hold_batches(v_sub, v_open, null)) < cardinality(v_open) then
+    v_open := array(select h.token from pgque._open_batches(v_sub.sub_id) h);
+    if cardinality(pgque._try_lock_batches(v_sub, v_open, null)) < cardinality(v_open) then
       -- Waiting for the worker would be a deadlock if it asks for more messages.
       perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
         'Retry the transaction.');
     end if;
-    perform pgque._shelve(v_sub, h.lease, h.until) from pgque._held(v_sub.sub_id) h;
+    perform pgque._move_to_retry(v_sub, h.lease, h.until) from pgque._open_batches(v_sub.sub_id) h;
     v_position := pgque._next_from(pgque._position(v_sub.sub_id));
     -- All rows ahead of its position, without those that it finished in the window.
     v_rows := pgque._rows_sql(p_queue_id, format(
@@ -328,7 +328,7 @@ begin
       ' from (%s) e on conflict do nothing', p_queue_id, v_sub.sub_id, v_rows)
     using pgque.clock();
   end loop;
-  perform pgque._refresh_waiting(p_queue_id);
+  perform pgque._refresh_retries(p_queue_id);
   update pgque.retry_queue r set ev_lane = pgque._lane(s, r.ev_key, r.ev_extra1)
   from pgque.subscriber s
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;

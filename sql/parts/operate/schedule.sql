@@ -7,7 +7,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 begin
   perform pgque._init();
   update pgque.config c set tick_period_ms = $1;
-  perform pgque._did('set_tick_period_ms', null, jsonb_build_object('ms', $1));
+  perform pgque._record_action('set_tick_period_ms', null, jsonb_build_object('ms', $1));
   return $1;
 exception
   when check_violation or not_null_violation then
@@ -23,7 +23,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 begin
   perform pgque._init();
   update pgque.config c set tick_share = $1;
-  perform pgque._did('set_tick_share', null, jsonb_build_object('percent', $1));
+  perform pgque._record_action('set_tick_share', null, jsonb_build_object('percent', $1));
   return $1;
 exception
   when check_violation or not_null_violation then
@@ -224,7 +224,7 @@ begin
           exit;
         end if;
       end if;
-      v_look := pgque._look_at(v_look);
+      v_look := pgque._check_queue(v_look);
       looked := pg_catalog.array_append(looked, v_look);
       v_took := pg_catalog.clock_timestamp() - p_mark;
       p_mark := p_mark + v_took;
@@ -468,7 +468,7 @@ begin
   raise notice using
     message = format('pgque: pg_cron job %s is created and has not run yet', v_job),
     hint = 'Check that it runs: select * from pgque.status(); It starts within seconds, with pg_cron 1.4 at the next full minute.';
-  perform pgque._did('start', null);
+  perform pgque._record_action('start', null);
   return v_job;
 end
 $$;
@@ -482,7 +482,7 @@ begin
   perform pgque._init() where pgque._loading() is null;
   update pgque.config c set stopped_at = clock_timestamp();
   perform pgque._unschedule();
-  perform pgque._did('stop', null);
+  perform pgque._record_action('stop', null);
 end
 $$;
 comment on function pgque.stop() is
@@ -721,7 +721,7 @@ begin
       v_foreign);
   end if;
   perform pgque.stop();
-  perform pgque._insist(
+  perform pgque._execute_insistently(
     case when exists (select from pg_catalog.pg_extension e where e.extname = 'pgque') then 'drop extension pgque cascade; ' else '' end
     || 'drop schema if exists pgque cascade');
 end

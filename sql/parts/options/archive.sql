@@ -98,7 +98,7 @@ end
 $$;
 
 -- Returns the statement that stores messages, rows of pgque.retry_queue, in the archive
--- and returns their ids.  p_with precedes them.  The parameters are those of _apply():
+-- and returns their ids.  p_with precedes them.  The parameters are those of _apply_outcome():
 -- $1 the subscriber, $2 the worker, $6 the outcome.
 create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
 language plpgsql set datestyle = 'ISO' as $$
@@ -165,7 +165,7 @@ begin
   for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.queue_id > 0, l.day desc loop
     begin
       execute format('select a.* from %s a where a.archive_id = $1', v_leaf) into v_row using $1;
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' or undefined_table then
         null;
@@ -177,7 +177,7 @@ begin
       'List the archived messages: select * from pgque.archive_list(queue);');
   end if;
   v_queue := (select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue);
-  perform pgque._did('archive_replay', v_queue, jsonb_build_object('archive_id', $1, 'msg_id', v_row.ev_id));
+  perform pgque._record_action('archive_replay', v_queue, jsonb_build_object('archive_id', $1, 'msg_id', v_row.ev_id));
   return pgque._send(v_queue, v_row.ev_type, v_row.ev_data,
     v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
 end
@@ -195,7 +195,7 @@ begin
     perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
       'Pass a time: select pgque.archive_purge(queue, now() - interval ''30 days'');');
   end if;
-  perform pgque._did('archive_purge', v_queue.queue_name, jsonb_build_object('before', $2));
+  perform pgque._record_action('archive_purge', v_queue.queue_name, jsonb_build_object('before', $2));
   return pgque._drop_archive(v_queue.queue_id, $2);
 end
 $$;
@@ -296,7 +296,7 @@ $$;
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
+  return query select f.* from pgque._set_outcomes(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
 end
 $$;
 comment on function pgque.archive(bigint, bigint[], pgque.caller) is

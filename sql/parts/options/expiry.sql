@@ -4,7 +4,7 @@
 
 -- The rest of the engine handles expiry in these places:
 --   * Sending stores the time (_expires()), and notes that the queue has such messages.
---   * _sift() and _weed(), which choose messages, leave out those that have expired.
+--   * _choose() and _choose_retries(), which choose messages, leave out those that have expired.
 --   * maint() deletes them (maint_expire()).
 
 create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
@@ -50,7 +50,7 @@ begin
     )
     select g.ev_owner, count(*) as n from gone g group by g.ev_owner
   loop
-    perform pgque._tally(p_queue_id, v_gone.ev_owner, 'expired', v_gone.n);
+    perform pgque._count(p_queue_id, v_gone.ev_owner, 'expired', v_gone.n);
     v_count := v_count + v_gone.n;
   end loop;
   return v_count;
@@ -63,7 +63,7 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint := pgque._expire_messages(v_queue.queue_id);
 begin
-  perform pgque._did('expire_messages', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  perform pgque._record_action('expire_messages', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -87,7 +87,7 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint := pgque._delete_expired(v_queue.queue_id);
 begin
-  perform pgque._did('delete_expired', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  perform pgque._record_action('delete_expired', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -130,7 +130,7 @@ begin
   else
     raise data_exception using message = 'no such job';
   end if;
-  perform pgque._did('set_schedule', null, jsonb_build_object('job', $1, 'every', $2));
+  perform pgque._record_action('set_schedule', null, jsonb_build_object('job', $1, 'every', $2));
   return $2;
 exception
   when data_exception or check_violation then

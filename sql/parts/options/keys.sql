@@ -10,16 +10,16 @@
 --
 -- The rest of the engine handles keys in these places:
 --   * _send_keyed() sends.
---   * _sift(), which chooses messages of the log, calls _claim() and _seal().
---   * _weed(), which chooses messages of the retry queue, calls _claim_waiting().
+--   * _choose(), which chooses messages of the log, calls _claim() and _seal().
+--   * _choose_retries(), which chooses messages of the retry queue, calls _claim_retry().
 --   * Everything that reads bodies reads them through _renewed_sql().
 --   * The pump and retention leave out messages that are being replaced:
---     _claim_aside().
---   * Rotation calls _refresh_waiting() before a table with bodies is emptied.
+--     _claim_retries().
+--   * Rotation calls _refresh_retries() before a table with bodies is emptied.
 
 -- Returns the rows that were appended for messages after they were sent, without
 -- bodies: new bodies (owner 0), seals (-1), purges (-2).
-create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
+create or replace function pgque._key_rows(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_said  pgque.event[];
@@ -85,7 +85,7 @@ declare
   v_ids    bigint[];
   v_keys   text[];
 begin
-  v_said := pgque._said(p_queue.queue_id, p_rows);
+  v_said := pgque._key_rows(p_queue.queue_id, p_rows);
   select pg_catalog.array_agg(r.ev_id order by r.ev_id), pg_catalog.array_agg(r.ev_key order by r.ev_id) into v_ids, v_keys
   from pg_catalog.unnest(p_rows) r
   where r.ev_key is not null
@@ -99,7 +99,7 @@ begin
         and pg_catalog.pg_try_advisory_xact_lock(v_class, pg_catalog.hashtext(r.key))
     end);
   -- Under the locks no more rows are appended.
-  v_said := pgque._said(p_queue.queue_id, p_rows);
+  v_said := pgque._key_rows(p_queue.queue_id, p_rows);
   gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
   rows := array(
     select row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, null, null, r.ev_extra1, null, null, null, null, r.ev_key, null,
@@ -129,7 +129,7 @@ begin
     -- The current table is then the one of the senders, or this call gets 40001.
     perform from pgque.queue q where q.queue_id = p_queue_id for share;
   end if;
-  v_said := pgque._said(p_queue_id, p_rows);
+  v_said := pgque._key_rows(p_queue_id, p_rows);
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
   select q.queue_id * 3 + n.n, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(), coalesce(s.newest, 0) + 1, r.ev_key
   from pgque.queue q
@@ -147,10 +147,10 @@ $$;
 
 -- Does the same for a message that went to the retry queue before its first delivery.
 -- Returns null if it cannot be delivered now.
-create or replace function pgque._claim_waiting(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
+create or replace function pgque._claim_retry(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_claim  record := pgque._claim(p_queue, array[pgque._event(p_row)]);
+  v_claim  record := pgque._claim(p_queue, array[pgque._as_event(p_row)]);
 begin
   if p_row.ev_id = any (v_claim.gone) then
     delete from pgque.retry_queue r where r.ev_owner + 0 = p_row.ev_owner and r.ev_id = p_row.ev_id;
@@ -159,7 +159,7 @@ begin
     return null;
   end if;
   perform pgque._seal(p_queue.queue_id, v_claim.rows);
-  perform pgque._refresh_waiting(p_queue.queue_id, null, array[p_row.ev_id]);
+  perform pgque._refresh_retries(p_queue.queue_id, null, array[p_row.ev_id]);
   p_row.ev_expires := (select r.ev_expires from pgque.retry_queue r where r.ev_owner + 0 = p_row.ev_owner and r.ev_id = p_row.ev_id);
   return p_row;
 end
@@ -169,7 +169,7 @@ $$;
 -- newest body, and removes those that were purged.  p_leaf: messages whose newest row
 -- is in one table, before that is emptied; or p_ids: these messages.  Returns how many
 -- changed.
-create or replace function pgque._refresh_waiting(
+create or replace function pgque._refresh_retries(
   p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
 ) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -219,7 +219,7 @@ $$;
 -- the caller has locked.  Returns those that may leave the retry queue: they have their
 -- newest bodies, no sender is replacing them, and they are sealed.  The seal is needed
 -- because a sender with an older snapshot does not see that they left.
-create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
+create or replace function pgque._claim_retries(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
 language plpgsql as $$
 declare
   v_claim  record;
@@ -227,12 +227,12 @@ begin
   if pg_catalog.cardinality(p_rows) = 0 then
     return;
   end if;
-  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._event(r) from pg_catalog.unnest(p_rows) r));
+  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._as_event(r) from pg_catalog.unnest(p_rows) r));
   select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
   from pg_catalog.unnest(p_rows) r
   where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
   perform pgque._seal(p_queue_id, array(select r from pg_catalog.unnest(v_claim.rows) r where r.ev_id = any (ids)));
-  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null means all ids
+  perform pgque._refresh_retries(p_queue_id, null, ids) where ids is not null;   -- null means all ids
 end
 $$;
 
@@ -261,7 +261,7 @@ begin
     v_count := v_count + 1;
   end if;
   -- Without the key: the key may be the data that is to be erased.
-  perform pgque._did('purge_key', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  perform pgque._record_action('purge_key', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -300,7 +300,7 @@ declare
   v_keys     text[] := array(select distinct k.key from pg_catalog.unnest(p_keys) k (key) where k.key is not null);
   v_buckets  int[] := array(select distinct pgque._bucket(k.key) from pg_catalog.unnest(v_keys) k (key) order by 1);
 begin
-  -- See _let_keys_be_said().
+  -- See _wait_for_keyed_sends().
   perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.passing'), p_queue_id);
   if pgque._many_keys(pg_catalog.cardinality(v_keys)) then
     perform pgque._lock_buckets(p_queue_id, v_buckets);
@@ -337,7 +337,7 @@ begin
     end;
     begin
       perform pg_catalog.pg_advisory_xact_lock(v_class, v_bucket);
-      perform pgque._let_go();
+      perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
@@ -352,7 +352,7 @@ $$;
 -- A session that waits for a lock blocks later ones, so the function mostly tries: one
 -- sender that stays open must not stop all senders.  A sender with an older snapshot
 -- does not see which consumer passes a message; the update of the queue's row stops it.
-create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
+create or replace function pgque._wait_for_keyed_sends(p_queue pgque.queue) returns void
 language plpgsql as $$
 declare
   v_class  int := pg_catalog.hashtext('pgque.passing');
@@ -368,7 +368,7 @@ begin
       if v_turn % 20 = 0 then
         perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id);
       elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
-        perform pgque._let_go();
+        perform pgque._undo_block();
       end if;
       -- A consumer with an older snapshot may hold the row lock: senders do not wait
       -- for it.

@@ -4,7 +4,7 @@
 
 -- The rest of the engine handles limits in these places:
 --   * Sending asks _room(); the sinks too.
---   * _turn(), with which a delivery begins, asks _paid_since().
+--   * _begin_delivery(), with which a delivery begins, asks _limit_unused_since().
 
 -- Returns whether a queue with max_depth has room for p_count more messages; PQ003 if
 -- not.
@@ -96,7 +96,7 @@ begin
   select min(r.ev_id) - 1 into v_waiting from pgque.retry_queue r where r.ev_queue = p_queue.queue_id;
   select least(min(p.pos_event_seq), v_waiting) into v_oldest
   from pgque.subscriber s
-  cross join lateral pgque._oldest_need(s.sub_id) p
+  cross join lateral pgque._oldest_needed_position(s.sub_id) p
   where s.sub_queue = p_queue.queue_id;
   if v_oldest is null then
     return null;
@@ -116,7 +116,7 @@ $$;
 
 -- Returns since when a throughput limit was not used: at most for a second, and without
 -- a time in the future, which was recorded before the clock was set back.
-create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
+create or replace function pgque._limit_unused_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
 language sql immutable as $$
   select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
 $$;
@@ -142,7 +142,7 @@ begin
     execute pg_catalog.format('select count(*) from (%s) e', pgque._unfinished_sql(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)),
       pgque._tick_snapshot(), ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
     v_count := v_count + v_own + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id);
-    for v_held in select h.lease, h.settled from pgque._held(v_sub.sub_id) h loop
+    for v_held in select h.lease, h.settled from pgque._open_batches(v_sub.sub_id) h loop
       v_part := (v_held.lease).pos_done_count - v_held.settled;
       if v_sub.sub_role <> 'pool' then
         -- The number of messages in a batch of next_batch() is not known yet.

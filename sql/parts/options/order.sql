@@ -2,8 +2,8 @@
 -- order: messages of one key one at a time (keyed_order)
 -- ---------------------------------------------------------------------------
 
--- A lane is the messages of a consumer that share a key or a partition key.  _sift()
--- calls _lanes_out() and moves messages of a busy lane to the retry queue.  _due()
+-- A lane is the messages of a consumer that share a key or a partition key.  _choose()
+-- calls _leased_lanes() and moves messages of a busy lane to the retry queue.  _due()
 -- calls _heads_of_lanes() to choose those of them that are next.
 
 -- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these are
@@ -18,14 +18,14 @@ language sql immutable as $$
 $$;
 
 -- Returns the lanes of a consumer's messages that came from the log and are leased.
-create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
+create or replace function pgque._leased_lanes(p_sub pgque.subscriber) returns text[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_held   record;
   v_some   text[];
   v_lanes  text[] := '{}';
 begin
-  for v_held in select h.lease, h.settled from pgque._held(p_sub.sub_id) h loop
+  for v_held in select h.lease, h.settled from pgque._open_batches(p_sub.sub_id) h loop
     v_some := (v_held.lease).pos_keys;
     if v_held.settled > 0 then
       execute pg_catalog.format('select array_agg(pgque._lane($1, e.ev_key, e.ev_extra1)) from (%s) e', pgque._unsettled_sql(p_sub, v_held.lease))
@@ -53,7 +53,7 @@ declare
   v_count  bigint;
 begin
   -- The leased message of a lane may have been sent later than the first one.
-  v_out := pgque._lanes_out(p_sub) || array(
+  v_out := pgque._leased_lanes(p_sub) || array(
     select r.ev_lane from pgque.retry_queue r
     where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > p_now and r.ev_lane is not null);
   select count(*), pg_catalog.array_agg(distinct r.ev_lane) filter (where r.ev_lane is not null), pg_catalog.array_agg(r.ev_id) filter (where r.ev_lane is null)
@@ -80,7 +80,7 @@ begin
   end if;
   -- One index lookup for each key and for each message, whatever the planner expects.
   return array(
-    select pgque._slim_waiting(r)
+    select pgque._slim_retry(r)
     from (
       select r.*
       from (

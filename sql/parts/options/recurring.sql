@@ -337,7 +337,7 @@ begin
   returning r.rec_id into v_rec.rec_id;
   if v_rec is distinct from v_old then
     perform pgque._begin_schedule(v_rec.rec_id);
-    perform pgque._did('create_recurring', v_queue.queue_name, jsonb_build_object('name', p_name, 'cron', p_cron, 'timezone', p_timezone, 'type_name', p_type));
+    perform pgque._record_action('create_recurring', v_queue.queue_name, jsonb_build_object('name', p_name, 'cron', p_cron, 'timezone', p_timezone, 'type_name', p_type));
   end if;
   return (v_old.rec_id is null)::int;
 end
@@ -386,7 +386,7 @@ declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
 begin
   delete from pgque.recurring r where r.rec_id = v_rec.rec_id;
-  perform pgque._did('drop_recurring', v_rec.rec_queue, jsonb_build_object('name', $1));
+  perform pgque._record_action('drop_recurring', v_rec.rec_queue, jsonb_build_object('name', $1));
   return 1;
 end
 $$;
@@ -400,7 +400,7 @@ declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
 begin
   update pgque.recurring r set rec_paused = true, rec_xid = pgque._mark() where r.rec_id = v_rec.rec_id;
-  perform pgque._did('pause_recurring', v_rec.rec_queue, jsonb_build_object('name', $1)) where not v_rec.rec_paused;
+  perform pgque._record_action('pause_recurring', v_rec.rec_queue, jsonb_build_object('name', $1)) where not v_rec.rec_paused;
   return (not v_rec.rec_paused)::int;
 end
 $$;
@@ -416,7 +416,7 @@ begin
   if v_rec.rec_paused then
     update pgque.recurring r set rec_paused = false, rec_xid = pgque._mark() where r.rec_id = v_rec.rec_id;
     perform pgque._begin_schedule(v_rec.rec_id);
-    perform pgque._did('resume_recurring', v_rec.rec_queue, jsonb_build_object('name', $1));
+    perform pgque._record_action('resume_recurring', v_rec.rec_queue, jsonb_build_object('name', $1));
   end if;
   return v_rec.rec_paused::int;
 end
@@ -436,7 +436,7 @@ begin
   v_run.run_for := date_trunc('second', v_run.run_at);
   v_run.run_msg := pgque._send_run(v_rec, v_run.run_for);
   perform pgque._append_run(v_run);
-  perform pgque._did('run_recurring', v_rec.rec_queue, jsonb_build_object('name', $1, 'msg_id', v_run.run_msg));
+  perform pgque._record_action('run_recurring', v_rec.rec_queue, jsonb_build_object('name', $1, 'msg_id', v_run.run_msg));
   return v_run.run_msg;
 end
 $$;

@@ -13,7 +13,7 @@ create or replace function pgque._open_batch(
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_turn   record := pgque._turn($1, $2, 1, $3, null, caller, null);
+  v_turn   record := pgque._begin_delivery($1, $2, 1, $3, null, caller, null);
   v_sub    pgque.subscriber := v_turn.sub;
   v_queue  pgque.queue := v_turn.queue;
   v_pos    pgque.position := v_turn.pos;
@@ -25,13 +25,13 @@ begin
   end if;
   v_token := pgque._new_batch_id(v_pos);
   if v_turn.due then
-    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, 10000, $3, v_turn.until, p_from => lower(v_pos.pos_due));
+    v_pos.pos_shelf := pgque._lease_retries(v_queue, v_sub, v_token, 10000, $3, v_turn.until, p_from => lower(v_pos.pos_due));
   end if;
   if v_pos.pos_shelf = 0 then
     if v_pos.pos_done_id is null then
       v_pos := pgque._next_window(v_pos, v_queue, $4, $5, $6);
       if v_pos.pos_next_tick is null then
-        perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
+        perform pgque._store_delivery(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
         return null;
       end if;
     end if;
@@ -40,10 +40,10 @@ begin
     v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
     v_count := v_pos.pos_done_count;
     if pgque._has_keys_or_ttl(v_queue.queue_id) then
-      perform pgque._sift(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
+      perform pgque._choose(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
     end if;
   end if;
-  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $3, v_turn.until, true);
+  perform pgque._store_delivery(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $3, v_turn.until, true);
   return v_token;
 end
 $$;
@@ -70,7 +70,7 @@ begin
   v_sub := pgque._batch_owner(batch_id);
   v_lease := pgque._lease(v_sub.sub_id, batch_id);
   v_prev := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
-  v_cur := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
+  v_cur := pgque._tick(v_sub.sub_queue, pgque._end_tick(v_lease));
   cur_tick_id := v_cur.tick_id;
   cur_tick_time := v_cur.tick_time;
   cur_tick_event_seq := v_cur.tick_event_seq;
@@ -116,7 +116,7 @@ $$;
 
 -- Returns the tick that ends a batch.  A batch from the retry queue ends at the tick
 -- where it began.
-create or replace function pgque._end_of(p_lease pgque.position) returns bigint
+create or replace function pgque._end_tick(p_lease pgque.position) returns bigint
 language sql immutable as $$ select case when p_lease.pos_fresh > 0 or p_lease.pos_shelf = 0 then p_lease.pos_next_tick else p_lease.pos_tick end $$;
 
 -- There is no argument caller: with it, a call with a subconsumer and six nulls would
@@ -248,7 +248,7 @@ declare
   v_sub    pgque.subscriber := pgque._batch_owner(pgque._batch_for(caller, $1));
   v_lease  pgque.position := pgque._open_lease(v_sub, $1);
   v_prev   pgque.tick := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
-  v_cur    pgque.tick := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
+  v_cur    pgque.tick := pgque._tick(v_sub.sub_queue, pgque._end_tick(v_lease));
 begin
   queue_name := (select q.queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue);
   consumer_name := pgque._subscriber_name(v_sub) || coalesce('.' || v_lease.pos_worker, '');

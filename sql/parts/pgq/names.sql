@@ -58,13 +58,13 @@ begin
   v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
   v_sub := pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller);
   -- As in seek().
-  perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
+  perform pgque._wait_for_keyed_sends(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   perform pgque._depth_grows(v_queue.queue_id);
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
   perform pgque._promote_dead(v_sub, v_queue, (pgque._position(v_sub.sub_id)).pos_tick, register_consumer_at.tick_id);
   perform pgque._move_to(v_sub, pgque._position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
-  perform pgque._did('register_consumer_at', v_queue.queue_name, jsonb_build_object('consumer_name', register_consumer_at.consumer_name, 'tick_id', register_consumer_at.tick_id));
+  perform pgque._record_action('register_consumer_at', v_queue.queue_name, jsonb_build_object('consumer_name', register_consumer_at.consumer_name, 'tick_id', register_consumer_at.tick_id));
   return 0;
 end
 $$;
@@ -86,8 +86,8 @@ declare
   v_now  timestamptz := pgque.clock();
 begin
   return (
-    select (pgque._answer(f, $1)).ok::int
-    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
+    select (pgque._outcome_or_error(f, $1)).ok::int
+    from pgque._set_outcomes(pgque._batch_for(caller, $1), array[$2], 'retry',
       -- An infinite time has no distance from now.
       pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
       null, true) f);
@@ -110,7 +110,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._open_lease(pgque._batch_owner($1), $1);
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
+  return (select count(*) from pgque._set_outcomes($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
 end
 $$;
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is

@@ -8,7 +8,7 @@
 -- dead_interval, a call moves its batch to another worker, through the retry queue.
 --
 -- A subconsumer's newest row in the journal records when it last called.  The rest of
--- the engine handles subconsumers where _turn() calls _worker(), to find out whether
+-- the engine handles subconsumers where _begin_delivery() calls _worker(), to find out whether
 -- one is registered, and _touch().
 
 -- Refuses a call for a consumer on its own if the consumer has workers.
@@ -120,7 +120,7 @@ begin
       perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
         'Finish the batch, or pass batch_handling => 1 to reject its messages.');
     end if;
-    perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
+    perform pgque._set_outcomes(v_batch, null, 'nack', '0', 'worker unregistered', false);
     perform pgque._record(v_batch, 'closed');
   end if;
   delete from pgque.subscriber s where s.sub_id = v_sub;
@@ -194,7 +194,7 @@ declare
 begin
   select s.* into v_state from pgque._states(p_main.sub_id, array[p_batch]) s;
   if v_state.place = 'log' then
-    v_fresh := pgque._shelve(p_main, v_state.lease, 'infinity', v_token, p_worker, p_deliveries);
+    v_fresh := pgque._move_to_retry(p_main, v_state.lease, 'infinity', v_token, p_worker, p_deliveries);
   end if;
   update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
   where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
@@ -202,7 +202,7 @@ begin
   v_pos.pos_shelf := v_pos.pos_shelf + v_fresh;
   perform pgque._record(p_batch, 'closed');
   v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
-  perform pgque._delivered(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);
+  perform pgque._store_delivery(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);
 end
 $$;
 
@@ -222,7 +222,7 @@ create or replace function pgque._join(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
-  v_main   int := (select s.sub_id from pgque._named(v_queue, $2) s);
+  v_main   int := (select s.sub_id from pgque._subscriber_by_name(v_queue, $2) s);
 begin
   if pgque._find_worker(v_main, $3) is null then
     perform pgque.register_subconsumer($1, $2, $3, false, caller);

@@ -45,7 +45,7 @@ comment on function pgque.queue_incarnation(text, pgque.caller) is
   'that was loaded from a dump is repaired first. Errors: PQ001 no such queue; 25000 in a REPEATABLE READ or SERIALIZABLE transaction, if the queue is to be repaired.';
 
 -- Refuses a tick that is newer than all of the queue with PQ015.
-create or replace function pgque._not_beyond(p_queue pgque.queue, p_tick_id bigint) returns void
+create or replace function pgque._not_future_tick(p_queue pgque.queue, p_tick_id bigint) returns void
 language plpgsql as $$
 declare
   v_last  bigint := (pgque._last_tick(p_queue)).tick_id;
@@ -65,7 +65,7 @@ declare
   v_tick  pgque.tick := pgque._tick(p_queue.queue_id, p_tick_id);
 begin
   if v_tick.tick_id is null then
-    perform pgque._not_beyond(p_queue, p_tick_id);
+    perform pgque._not_future_tick(p_queue, p_tick_id);
     perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
         (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
       'Start at a later tick. To keep ticks and events until you have read them, subscribe a consumer: rotation deletes those that all consumers have passed.');
@@ -260,7 +260,7 @@ declare
   v_tick      bigint;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
-  perform pgque._let_keys_be_said(q)
+  perform pgque._wait_for_keyed_sends(q)
   from pgque.queue q
   where q.queue_id = v_sub.sub_queue and $3 > (pgque._position(v_sub.sub_id)).pos_tick;
   -- The lock keeps rotation from emptying the table of this tick.
@@ -270,12 +270,12 @@ begin
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
   perform pgque._need_alone(v_sub, $1, $2);
   v_position := pgque._position(v_sub.sub_id);
-  v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
+  v_tick := (pgque._current_position(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
     perform pgque._promote_dead(v_sub, v_queue, v_tick, $3);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     -- The move of a running stream is no change by hand.
-    perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
+    perform pgque._record_action('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
     where pgque._stream_pid(v_sub) is distinct from pg_backend_pid();
     return $3;
   end if;
@@ -347,7 +347,7 @@ begin
   end if;
   -- From now on redeliveries must be in the log.
   update pgque.subscriber s set sub_offsets = true where s.sub_id = v_sub.sub_id and not s.sub_offsets;
-  return (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick;
+  return (pgque._current_position(v_sub, pgque._position(v_sub.sub_id))).pos_tick;
 end
 $$;
 comment on function pgque.open_stream(text, text, text, uuid, pgque.caller) is
@@ -381,7 +381,7 @@ begin
     from unnest($1, $2) with ordinality i (id, reason, n)
     left join (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc, e.ev_retry desc) e on e.ev_id = i.id
     left join lateral (
-      select pgque._add_dead_letter(pgque._waiting(row(e.*)::pgque.event, $3, case when e.ev_owner > 0 then coalesce(e.ev_retry, 0) else 0 end + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
+      select pgque._add_dead_letter(pgque._as_retry(row(e.*)::pgque.event, $3, case when e.ev_owner > 0 then coalesce(e.ev_retry, 0) else 0 end + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
       where e.ev_id is not null offset 0) b on true
     order by i.n
     $q$, pgque._rows_sql(p_sub.sub_queue, pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s)) and e.ev_id = any ($1)', p_sub.sub_id), null,

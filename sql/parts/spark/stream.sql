@@ -19,7 +19,7 @@ begin
   execute format('select count(*) from (%s) t where t.tick_id > $1', pgque._ticks_sql(v_queue.queue_id)) into ticks_behind using $3;
   events_behind := greatest(coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_tick.tick_event_seq, 0);
   begin
-    perform pgque._hurry();
+    perform pgque._shorten_lock_timeout();
     oldest_pending := greatest(coalesce(pgque.clock()
       - pgque._pending_since(v_sub, pgque._at_tick(pgque._position(v_sub.sub_id), v_tick), v_last), '0'), '0');
     perform set_config('lock_timeout', v_wait, true);
@@ -62,7 +62,7 @@ begin
     perform pgque._fail('PQ005', format('stage_dead needs a tick, and as many reasons as msg_ids, for consumer %I of queue %I', $2, v_queue.queue_name),
       'Pass the end of the window, and two arrays: the ids, and a reason for each.');
   end if;
-  perform pgque._not_beyond(v_queue, $3);
+  perform pgque._not_future_tick(v_queue, $3);
   insert into pgque.bad_record (bad_sub, bad_tick, bad_ev_id, bad_reason)
   select v_sub.sub_id, $3, b.id, b.reason
   from unnest($4, $5) b (id, reason)
@@ -87,7 +87,7 @@ declare
   v_count  int;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
-  perform pgque._not_beyond(v_queue, $3);
+  perform pgque._not_future_tick(v_queue, $3);
   delete from pgque.bad_record b where b.bad_sub = v_sub.sub_id and b.bad_tick > $3;
   get diagnostics v_count = row_count;
   return v_count;
@@ -143,19 +143,19 @@ begin
   if $2 = $3 then
     perform pgque._fail('PQ005', format('consumer %I of queue %I can not read its own archive', $2, v_queue.queue_name),
       'Pass the name of a new consumer, and the one whose archive it reads.');
-  elsif exists (select from pgque._named(v_queue.queue_id, $2)) then
+  elsif exists (select from pgque._subscriber_by_name(v_queue.queue_id, $2)) then
     return 0;
   end if;
   perform pgque._rebase(v_queue.queue_id);
   v_of := pgque._subscriber(v_queue.queue_name, $3);
-  v_tick := (pgque._oldest_need(v_of.sub_id)).pos_tick;
+  v_tick := (pgque._oldest_needed_position(v_of.sub_id)).pos_tick;
   -- Only now: what the consumer was moved past before that is noted.
   perform pgque._need_archived(v_queue.queue_name, v_of.sub_id, $4);
   if pgque._subscribe(v_queue.queue_name, $2, 'normal', v_tick::text, caller) = 0 then
     return 0;
   end if;
   update pgque.subscriber s set sub_history = v_of.sub_id where s.sub_id = (pgque._subscriber(v_queue.queue_name, $2)).sub_id;
-  perform pgque._did('subscribe_archive', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'archive_of', $3, 'incomplete', nullif($4, false)));
+  perform pgque._record_action('subscribe_archive', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'archive_of', $3, 'incomplete', nullif($4, false)));
   return 1;
 end
 $$;
@@ -216,7 +216,7 @@ $$;
 -- at the tick, or the messages were delayed then, or replaced since, or the repair of a
 -- restored queue made them retries of this consumer.  They are few, and _span_xids()
 -- bounds where they are, unless old ids may enter the log at any time.  Retries of the
--- other consumer may be in the log too, see _pumped().  All is one statement, so that no
+-- other consumer may be in the log too, see _pump_owners().  All is one statement, so that no
 -- message moves while it looks for it.  p_first ends the queries for each place.
 create or replace function pgque._archived_sql(
   p_queue pgque.queue, p_consumer text, p_tick_id bigint, p_after bigint, p_upto bigint, p_types text[], p_columns text, p_first text default ''
@@ -232,7 +232,7 @@ declare
   v_late   text;
   v_which  text;
 begin
-  if v_sub.sub_history is null or (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick <> p_tick_id then
+  if v_sub.sub_history is null or (pgque._current_position(v_sub, pgque._position(v_sub.sub_id))).pos_tick <> p_tick_id then
     perform pgque._fail('PQ015', pg_catalog.format('consumer %I of queue %I has no archive to read at tick %s', p_consumer, p_queue.queue_name, p_tick_id),
       'It has read it, or was subscribed anew or moved since. Begin again: subscribe another consumer with subscribe_archive().');
   end if;
@@ -269,7 +269,7 @@ begin
     pgque._rows_sql(p_queue.queue_id, v_late, null, v_since, 'e.*', true),
     p_queue.queue_id, p_columns, pg_catalog.replace(pgque._event_columns(), 'e.ev_txid', 'null::xid8 as ev_txid'), v_of.sub_consumer,
     v_which, pgque._event_columns(), pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
-      'select (pgque._event(e)).* from pgque.retry_queue e where e.ev_owner = %s and e.ev_queue = %s and %s', v_of.sub_id, p_queue.queue_id, v_ids)),
+      'select (pgque._as_event(e)).* from pgque.retry_queue e where e.ev_owner = %s and e.ev_queue = %s and %s', v_of.sub_id, p_queue.queue_id, v_ids)),
     v_sub.sub_id, v_ids,
     pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then 'e.ev_owner = ' || v_of.sub_id else 'false' end, null, v_since),
     pgque._archived_by('e', p_queue.queue_id));
