@@ -19,7 +19,7 @@ VERIFY_BENCH      ?= send,receive,late,nack,peers,drain,latency,idle,soak
 VERIFY_LONG_BENCH ?= $(VERIFY_BENCH),workers-long
 # What depends on the version of PySpark, and the main paths of that
 SPARK_PATHS := $(addprefix tests/spark/test_,source.py sink.py once.py typed.py package.py)
-SMOKE       := every_column or failed_is_read_again_as_it_was or available_now_reads or micro_batch or told_apart or finds or types_of_the_schema
+SMOKE       := every_column or failed_is_read_again_as_it_was or available_now_reads or micro_batch or distinguished or finds or types_of_the_schema
 # Markdown, and what make_sync.py generates
 NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
 

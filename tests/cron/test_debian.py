@@ -246,7 +246,7 @@ def test_the_failed_connections_of_a_bad_night_are_cleared_away(
 
 @pytest.mark.slow  # waits for the full minute, as pg_cron 1.4 does
 @pytest.mark.parametrize("works", [False, True], ids=["connection refused", "works"])
-def test_pgque_start_waits_for_the_first_tick_and_says_what_it_found(debian: Debian, works: bool) -> None:
+def test_pgque_start_waits_for_the_first_tick_and_prints_what_it_found(debian: Debian, works: bool) -> None:
     if works:
         with debian.connect(debian.account) as connection:
             connection.execute("alter system set cron.use_background_workers = on")

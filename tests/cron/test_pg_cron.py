@@ -206,7 +206,7 @@ def test_one_loop_runs_at_a_time(cron: CronServer, wait_until: WaitUntil) -> Non
         assert ticks(cron) == before, "an idle queue was ticked"
 
 
-def test_status_tells_whether_the_ticker_runs(cron: CronServer, wait_until: WaitUntil) -> None:
+def test_status_reports_whether_the_ticker_runs(cron: CronServer, wait_until: WaitUntil) -> None:
     prepare(cron)
     before = status(cron)
     start_and_flow(cron, wait_until)
@@ -260,7 +260,7 @@ def test_start_schedules_for_this_database_whatever_a_renaming_or_a_dump_left(cr
         connection.execute("select pgque.stop()")
 
 
-def test_an_owner_who_may_not_use_pg_cron_is_told_what_it_takes(cron: CronServer) -> None:
+def test_an_owner_who_may_not_use_pg_cron_gets_the_grant_as_a_hint(cron: CronServer) -> None:
     with cron.connect() as connection:
         connection.execute("select pgque.uninstall()")
         connection.execute("drop role if exists no_cron")

@@ -940,7 +940,7 @@ def calm(server: servers.TestServer, installed: str) -> Iterator[tuple[str, list
 
 @pytest.mark.slow  # every setting of a session with every call
 @pytest.mark.usefixtures("may_compile")  # the settings forbid plans
-def test_settings_of_the_session_change_no_answer(calm: tuple[str, list[Any]]) -> None:
+def test_settings_of_the_session_change_no_result(calm: tuple[str, list[Any]]) -> None:
     dsn, usual = calm
     wrong = {}
     for n, settings in enumerate(SETTINGS):

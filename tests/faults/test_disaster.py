@@ -352,7 +352,7 @@ def test_what_the_standby_had_not_got_is_undone_and_its_batches_belong_to_nobody
     goes_on(conn)
 
 
-def test_a_reader_that_has_seen_ticks_which_the_standby_had_not_is_told_so(pair: Pair) -> None:
+def test_a_reader_that_has_seen_ticks_which_the_standby_had_not_gets_an_error(pair: Pair) -> None:
     conn = pair.connect(pair.primary.dsn)
     offer(conn, "q")
     kept = value(conn, "select pgque.tick_for('q', 'latest')")
@@ -493,7 +493,7 @@ LOOKS = [
 ]
 
 
-def test_a_standby_answers_who_looks_and_refuses_who_changes(pair: Pair) -> None:
+def test_a_standby_serves_readers_and_refuses_changes(pair: Pair) -> None:
     conn = pair.connect(pair.primary.dsn)
     standby = pair.connect(pair.standby.dsn)
     populate(conn)

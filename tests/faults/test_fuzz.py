@@ -41,7 +41,7 @@ def populated(own: Connection) -> Connection:
 @pytest.mark.parametrize(
     "part", [pytest.param(0.25, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.long)]
 )
-def test_one_bad_argument_among_good_ones_is_answered_in_plain_words(
+def test_one_bad_argument_among_good_ones_gets_an_error_in_plain_words(
     populated: Connection, part: float
 ) -> None:
     fuzzer = Fuzzer(populated, SEED)

@@ -47,7 +47,7 @@ LOOKS_AT_ALL_QUEUES = pytest.mark.parametrize(
 @LOOKS_AT_ALL_QUEUES
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
 @pytest.mark.parametrize("tables", ["go", "stay"])
-def test_a_queue_dropped_while_somebody_looks_is_left_out(
+def test_a_queue_dropped_during_the_call_is_left_out(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],
@@ -85,7 +85,7 @@ def test_a_queue_dropped_while_somebody_looks_is_left_out(
     assert seen == {"third"} if isolation == "read committed" else "third" in seen
 
 
-def test_a_rotation_and_a_hand_out_of_a_message_with_a_key_do_not_deadlock(
+def test_a_rotation_and_a_delivery_of_a_message_with_a_key_do_not_deadlock(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],
@@ -122,7 +122,7 @@ def test_a_rotation_and_a_hand_out_of_a_message_with_a_key_do_not_deadlock(
     assert rotation.result() in (0, 1)
 
 
-def test_of_two_workers_that_ack_one_message_one_is_told_that_it_lost_it(
+def test_of_two_workers_that_ack_one_message_one_gets_the_reason_lost_to_another_worker(
     own: Connection, own_dsn: str
 ) -> None:
     value(own, "select pgque.create_queue('q')")

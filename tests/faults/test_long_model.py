@@ -78,7 +78,7 @@ def _workers(on: bench.Bench, examples: int, *wanted: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_any_calls_of_consumers_answer_as_the_model_says_while_the_server_is_killed(
+def test_any_calls_of_consumers_agree_with_the_model_while_the_server_is_killed(
     durable: bench.Bench,
 ) -> None:
     _consumers(durable, 30, "crashes", "retries")
@@ -86,14 +86,14 @@ def test_any_calls_of_consumers_answer_as_the_model_says_while_the_server_is_kil
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_any_calls_of_workers_answer_as_the_model_says_in_a_longer_run(prepared: bench.Bench) -> None:
+def test_any_calls_of_workers_agree_with_the_model_in_a_longer_run(prepared: bench.Bench) -> None:
     _workers(prepared, 60, "again", "died", "rotations")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(("run", "examples"), [(_consumers, 800), (_workers, 1500)])
-def test_any_calls_answer_as_the_model_says_for_minutes(
+def test_any_calls_agree_with_the_model_for_minutes(
     prepared: bench.Bench, run: Callable[[bench.Bench, int], None], examples: int
 ) -> None:
     run(prepared, examples)
@@ -109,7 +109,7 @@ def test_a_mutant_replaces_what_the_engine_has_once(mutant: str) -> None:
 @pytest.mark.parametrize(
     "mutant", [pytest.param(m, marks=pytest.mark.long) if m in LATE_SEEN else m for m in MUTANTS]
 )
-def test_a_broken_engine_does_not_answer_as_the_model_says(fresh_dsn: str, mutant: str) -> None:
+def test_a_broken_engine_differs_from_the_model(fresh_dsn: str, mutant: str) -> None:
     machine, replacements = MUTANTS[mutant]
     on = bench.prepare(fresh_dsn, script=replaced(bench.engine(), mutant, replacements))
 

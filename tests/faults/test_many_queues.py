@@ -86,7 +86,7 @@ def test_maintenance_rotates_what_there_is_room_for_and_the_next_calls_the_other
         "get_consumer_info()",
     ],
 )
-def test_a_look_at_all_queues_needs_hardly_any_locks(crowd: Connection, look: str) -> None:
+def test_a_report_on_all_queues_needs_hardly_any_locks(crowd: Connection, look: str) -> None:
     assert number(crowd, f"select count(*) from pgque.{look}") >= QUEUES
 
 

@@ -61,7 +61,7 @@ def crash(server: embedded.Server) -> Connection:
     return psycopg.connect(server.dsn, autocommit=True)
 
 
-def test_hand_outs_without_a_durable_commit_are_lost_or_kept_but_no_message_is(
+def test_deliveries_without_a_durable_commit_are_lost_or_kept_but_no_message_is_lost(
     durable: embedded.Server,
 ) -> None:
     conn: Connection = psycopg.connect(durable.dsn, autocommit=True)
@@ -102,7 +102,7 @@ def test_hand_outs_without_a_durable_commit_are_lost_or_kept_but_no_message_is(
     conn.close()
 
 
-def test_a_crash_right_after_a_hand_out_leaves_no_token_that_settles_other_messages(
+def test_a_crash_right_after_a_delivery_leaves_no_batch_id_that_acks_other_messages(
     durable: embedded.Server,
 ) -> None:
     conn: Connection = psycopg.connect(durable.dsn, autocommit=True)

@@ -179,7 +179,7 @@ def test_each_message_is_finished_exactly_once(
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(6))
-def test_each_message_is_finished_exactly_once_whatever_the_dice_say(
+def test_each_message_is_finished_exactly_once_under_random_calls(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],

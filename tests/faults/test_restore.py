@@ -304,7 +304,7 @@ def restored(
             admin.execute(f"drop database {name} with (force)".encode())
 
 
-def test_health_says_that_a_queue_was_restored(dump: Dump, restored: Connection) -> None:
+def test_health_reports_that_a_queue_was_restored(dump: Dump, restored: Connection) -> None:
     found = rows(
         restored, "select queue, advice from pgque.health() where status = 'warn' and check_name = 'tables'"
     )
@@ -334,7 +334,7 @@ def test_a_send_is_the_first_call_after_a_restore(dump: Dump, restored: Connecti
         assert sorted(everything(restored, "q", name)) == [*lacking, new]
 
 
-def test_no_tick_that_was_made_after_the_dump_comes_again(dump: Dump, restored: Connection) -> None:
+def test_a_tick_id_from_after_the_dump_is_refused(dump: Dump, restored: Connection) -> None:
     last = value(restored, "select pgque.tick_for('q', 'latest')")
     for _ in range(5):
         send(restored, "q", "new")

@@ -188,7 +188,9 @@ def test_a_set_up_that_is_stopped_ends_at_once_and_does_not_count_as_done(
 
 
 @pytest.mark.pg_cron
-def test_a_set_up_that_fails_says_why_and_does_not_count_as_done(image: Image, wait_until: Wait) -> None:
+def test_a_set_up_that_fails_gives_the_reason_and_does_not_count_as_done(
+    image: Image, wait_until: Wait
+) -> None:
     image.on_first_start("1.sql", "select 1/0;")
     with image.start(POSTGRES_PASSWORD="secret") as run:
         output, _ = run.communicate(timeout=60)

@@ -172,7 +172,7 @@ def test_messages_survive_a_restart_and_flow_again(
     assert got == ["before", "after"]
 
 
-def test_without_a_password_it_refuses_and_says_what_to_set(image: str) -> None:
+def test_without_a_password_it_refuses_and_names_the_setting(image: str) -> None:
     client = shutil.which("docker")
     assert client is not None
     done = subprocess.run(

@@ -491,7 +491,7 @@ def without_pgque(server: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", DRIVERS)
-def test_who_may_not_send_is_told_which_role_to_ask_for_and_where_pgque_is_missing_how_to_install_it(
+def test_a_role_that_may_not_send_gets_the_role_to_ask_for_and_a_database_without_pgque_the_way_to_install_it(
     name: str, nobody: str, without_pgque: str, queue: str
 ) -> None:
     with KINDS[name](nobody) as opened, pytest.raises(pgque.PgquePermissionDenied, match="pgque_writer"):
@@ -685,12 +685,12 @@ def test_with_rows_of_the_session_that_are_flushed_at_its_commit(own_dsn: str) -
         assert [m.json() for m in client.receive("orders", "c")] == [{"id": 2}]
 
 
-def test_a_session_with_several_databases_is_told_to_name_one() -> None:
+def test_a_session_with_several_databases_has_to_name_one() -> None:
     with pytest.raises(pgque.PgqueBadArgument, match=r"session\.connection"):
         pgque.send(Session(), "q", "x")
 
 
-def test_a_call_that_the_driver_stops_waiting_for_says_so(dsn: str, queue: str) -> None:
+def test_a_call_that_the_driver_stops_waiting_for_raises_a_timeout(dsn: str, queue: str) -> None:
     async def send() -> None:
         conn = await asyncpg_connect(dsn, command_timeout=0.2)
         try:

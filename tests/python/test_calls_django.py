@@ -143,7 +143,7 @@ def test_statements_are_in_the_log_of_queries(connection: Any, queue: str) -> No
     assert "pgque.send(" in statement["sql"]
 
 
-def test_in_an_event_loop_django_says_so_itself(connection: Any, queue: str) -> None:
+def test_in_an_event_loop_django_raises_its_own_error(connection: Any, queue: str) -> None:
     import asyncio
 
     async def call() -> None:

@@ -337,7 +337,7 @@ def test_a_report_that_waits_for_a_standby_keeps_no_message_from_its_handler(
     assert max(message.receive_count or 0 for message in in_worker + in_loop) == 2
 
 
-def test_a_worker_is_told_what_to_set_for_the_sessions_of_a_pooler(place: Place) -> None:
+def test_a_worker_behind_a_pooler_gets_a_hint_that_names_the_setting(place: Place) -> None:
     place.admin.execute("alter database place set default_transaction_isolation = 'repeatable read'")
     with pgbouncer.through(place.direct) as pooled:
         with pgque.connect(pooled, autocommit=True) as client:

@@ -166,7 +166,7 @@ def test_lengths_of_time_have_a_unit(dsn: str, queue: str, length: str) -> None:
     run("dlq", "purge", queue, "--older-than", length, "--dsn", dsn)
 
 
-def test_a_receiver_whose_messages_went_to_another_worker_while_it_printed_says_so(
+def test_a_receiver_whose_messages_went_to_another_worker_while_it_printed_reports_the_loss(
     dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick, wait_until: Wait
 ) -> None:
     client.subscribe(queue, "c")
@@ -286,7 +286,7 @@ def _arrives(dsn: str, wait_until: Wait, payload: str) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_the_ticker_makes_messages_receivable_and_stops_when_told(
+def test_the_ticker_makes_messages_receivable_and_stops_on_request(
     installed: str, wait_until: Wait, signum: int
 ) -> None:
     with _ticker(installed) as process:

@@ -157,7 +157,7 @@ def test_an_advice_in_sql_becomes_commands_for_a_shell(
     assert advice(text) == pieces
 
 
-def test_start_and_stop_without_pg_cron_say_what_to_do(ticked: str) -> None:
+def test_start_and_stop_without_pg_cron_give_a_hint(ticked: str) -> None:
     assert "pgque ticker" in run(ticked, "start", code=1)
     assert run(ticked, "stop") == "stopped\n"
 

@@ -320,7 +320,7 @@ def test_the_list_of_dead_letters_names_the_consumer(
 # -- what was done ------------------------------------------------------------
 
 
-def test_commands_say_what_they_did(run: Run, queue: str) -> None:
+def test_commands_print_what_they_did(run: Run, queue: str) -> None:
     name = f"{queue}_said"
     assert run("create", name, "--subscribe", "c").stdout == (
         f"queue {name} is created\nconsumer c is subscribed to queue {name}\n"
@@ -385,7 +385,9 @@ def test_a_sender_without_the_right_to_consume_gets_no_false_warning(
         (["message", "q", "x"], "pgque messages QUEUE"),
     ],
 )
-def test_a_name_in_place_of_an_id_is_told_what_is_wanted(run: Run, arguments: list[str], wanted: str) -> None:
+def test_a_name_in_place_of_an_id_is_an_error_that_names_what_is_wanted(
+    run: Run, arguments: list[str], wanted: str
+) -> None:
     assert wanted in " ".join(run(*arguments, code=2).stderr.split())
 
 

@@ -155,7 +155,7 @@ def test_a_second_send_with_one_key_is_deduplicated(client: pgque.PgqueClient, q
     assert (first.deduped, second) == (False, pgque.SendResult(first.event_id, True))
 
 
-def test_an_unacked_batch_comes_again_and_an_acked_one_does_not(
+def test_an_unacked_batch_is_redelivered_and_an_acked_one_is_not(
     client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick
 ) -> None:
     client.send_batch(queue, "t", ["a", "b", "c"])
@@ -190,7 +190,7 @@ def test_nack_takes_a_message_or_an_id(
     ]
 
 
-def test_nack_of_several_tells_the_outcome_of_each(
+def test_nack_of_several_returns_the_outcome_of_each(
     client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick
 ) -> None:
     client.send_batch(queue, "t", ["a", "b"])

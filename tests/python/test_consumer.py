@@ -812,7 +812,7 @@ def test_the_consumer_connects_again_after_its_backend_was_terminated(
 
 @pytest.mark.parametrize("subconsumer", [None, "w1"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_batch_whose_handlers_have_run_is_settled_after_the_connection_was_lost(
+def test_a_batch_whose_handlers_have_run_is_acked_after_the_connection_was_lost(
     dsn: str,
     client: pgque.PgqueClient,
     queue: str,
@@ -1697,7 +1697,7 @@ def test_the_async_consumer_connects_again(
     assert seen == ["0", "1"]
 
 
-def test_a_plain_function_as_an_async_handler_is_told_as_such(
+def test_a_plain_function_as_an_async_handler_is_named_in_the_error(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:
     client.set_queue_config(subscribed, "max_retries", 0)
@@ -1785,7 +1785,7 @@ def test_a_handler_that_waited_for_something_cancelled_has_failed(
 
 
 @pytest.mark.parametrize("transactional", [False, True])
-def test_a_cancelled_consumer_ends_and_its_batch_comes_again(
+def test_a_cancelled_consumer_ends_and_its_batch_is_redelivered(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, transactional: bool
 ) -> None:
     sent = client.send(subscribed, "x")

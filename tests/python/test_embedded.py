@@ -110,7 +110,7 @@ def test_a_copy_that_fails_is_an_error_that_names_it_and_leaves_nothing(closed: 
     assert list(copies.iterdir()) == []
 
 
-def test_a_user_without_a_name_is_told_what_to_do(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_name_gets_a_hint(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 2_000_000_011)
     with pytest.raises(embedded.EmbeddedServerError, match=r"user id 2000000011.*/etc/passwd"):
         embedded.start(closed)

@@ -55,12 +55,12 @@ def test_an_unknown_queue_is_named_and_chained(client: pgque.PgqueClient) -> Non
     assert isinstance(caught.value.__cause__, psycopg.Error)
 
 
-def test_an_unknown_consumer_is_told_apart(client: pgque.PgqueClient, queue: str) -> None:
+def test_an_unknown_consumer_raises_its_own_class(client: pgque.PgqueClient, queue: str) -> None:
     with pytest.raises(pgque.PgqueConsumerNotFound, match="not subscriber to queue"):
         client.receive(queue, "nobody")
 
 
-def test_an_unknown_batch_is_told_apart(client: pgque.PgqueClient) -> None:
+def test_an_unknown_batch_raises_its_own_class(client: pgque.PgqueClient) -> None:
     with pytest.raises(pgque.PgqueBatchNotFound, match="batch not found"):
         client.get_batch_events(1)
 

@@ -323,7 +323,7 @@ def test_the_command_prints_the_text_and_names_what_is_wrong(
     assert (done.exit_code, words in done.output) == (code, True), done.output
 
 
-def test_without_prometheus_client_the_command_tells_what_is_missing(tmp_path: Path) -> None:
+def test_without_prometheus_client_the_command_names_what_is_missing(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['prometheus_client'] = None; import pgque.cli;"
         "pgque.cli.main(['metrics', '--prometheus'])"

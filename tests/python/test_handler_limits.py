@@ -142,7 +142,7 @@ def test_a_reason_in_letters_that_the_database_lacks_ends_nobody(
         }
 
 
-def test_a_role_without_rights_is_told_which_role_to_grant(roles: Any, queue: str) -> None:
+def test_a_role_without_rights_gets_a_hint_that_names_the_role_to_grant(roles: Any, queue: str) -> None:
     with pgque.connect(roles().dsn, autocommit=True) as client:
         with pytest.raises(pgque.PgquePermissionDenied) as caught:
             client.receive(queue, "c")
@@ -209,7 +209,7 @@ def test_a_handler_sees_no_context_variable_of_another_message(
     assert seen == ["none"] * 4
 
 
-def test_cancelling_an_async_worker_keeps_finished_outcomes_and_hands_the_rest_back(
+def test_cancelling_an_async_worker_keeps_finished_outcomes_and_releases_the_rest(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick
 ) -> None:
     worker = pgque.AsyncWorker(
@@ -275,7 +275,7 @@ def test_a_worker_stops_in_time_while_a_statement_waits_for_a_lock(
     assert not thread.is_alive()
 
 
-def test_a_worker_stops_in_time_while_the_server_does_not_answer(
+def test_a_worker_stops_in_time_while_the_server_does_not_respond(
     server: TestServer, dsn: str, client: pgque.PgqueClient, pool: str, conn: Connection, wait_until: Wait
 ) -> None:
     if server.process is None:
@@ -330,14 +330,16 @@ def test_what_ends_a_worker_is_one_line_with_the_queue_and_the_hint(
     assert missing.value.hint in line
 
 
-def test_a_consumer_of_a_pool_is_told_what_to_do(dsn: str, client: pgque.PgqueClient, pool: str) -> None:
+def test_a_receive_without_worker_of_a_pool_gets_a_hint(
+    dsn: str, client: pgque.PgqueClient, pool: str
+) -> None:
     client.receive(pool, "c", worker="w")
     consumer = pgque.Consumer(dsn, queue=pool, name="c", unknown_handler_policy="ack")
     with pytest.raises(pgque.PgqueError, match=r"pgque\.Worker"):
         consumer.start()
 
 
-def test_a_worker_whose_messages_wait_without_ticks_says_so(
+def test_a_worker_whose_messages_wait_without_ticks_logs_a_warning(
     dsn: str,
     client: pgque.PgqueClient,
     pool: str,

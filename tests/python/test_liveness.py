@@ -179,7 +179,7 @@ def module(pool: str, tmp_path: Path) -> str:
     return name
 
 
-def test_the_command_runs_the_worker_of_a_module_and_tells_systemd(
+def test_the_command_runs_the_worker_of_a_module_and_notifies_systemd(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, tmp_path: Path, module: str
 ) -> None:
     file = tmp_path / "alive"
@@ -235,7 +235,7 @@ def test_the_command_ends_when_nothing_is_left_if_asked_to(
         ("{module}:alone", "alone.run()"),
     ],
 )
-def test_the_command_says_what_is_no_worker(
+def test_the_command_refuses_a_name_that_is_no_worker(
     name: str, told: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -97,7 +97,7 @@ def test_a_dashboard_is_one_that_grafana_can_import(name: str) -> None:
             assert used <= set(variables), text
 
 
-def test_each_query_of_the_dashboard_on_postgresql_answers_a_reader(
+def test_each_query_of_the_dashboard_on_postgresql_runs_as_a_reader(
     own_dsn: str, roles: Callable[..., Any]
 ) -> None:
     with psycopg.connect(own_dsn, autocommit=True) as conn:
@@ -292,7 +292,7 @@ class _Run:
 
 @pytest.mark.prometheus
 @pytest.mark.slow
-def test_a_prometheus_that_scrapes_a_run_answers_each_query_of_the_dashboard(
+def test_a_prometheus_that_scrapes_a_run_has_data_for_each_query_of_the_dashboard(
     own_dsn: str, files: Path, tmp_path: Path, wait_until: Wait
 ) -> None:
     board = json.loads(monitoring.text(PROMETHEUS))

@@ -73,7 +73,7 @@ assert again.msg_id == one.msg_id and again.retry_count == 1
     )
 
 
-def test_its_errors_are_still_told_apart(dsn: str, queue: str) -> None:
+def test_its_errors_still_have_their_own_classes(dsn: str, queue: str) -> None:
     run(
         """
 def raises(error, call, *args):

@@ -109,7 +109,7 @@ def test_a_failure_is_recorded_in_the_span_and_async_handlers_have_one_too(
     assert [event.name for event in span.events] == ["exception"]
 
 
-def test_without_opentelemetry_nothing_changes_and_enabling_it_tells_what_is_missing() -> None:
+def test_without_opentelemetry_nothing_changes_and_enabling_it_names_what_is_missing() -> None:
     code = """
         import sys
         sys.modules["opentelemetry"] = None

@@ -358,7 +358,9 @@ def _socket() -> Iterator[socket.socket]:
         yield found
 
 
-def test_the_path_of_what_cannot_be_encoded_is_told(client: pgque.PgqueClient, queue: str) -> None:
+def test_the_error_names_the_path_of_a_value_that_cannot_be_encoded(
+    client: pgque.PgqueClient, queue: str
+) -> None:
     class Box(msgspec.Struct):
         content: Any
 
@@ -576,7 +578,9 @@ SECRET = "4711 1234"
         ("four", Annotated[str, Len(0, 3)], "payload: String should have at most 3 characters"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_told_without_the_payload(payload: object, kind: object, problem: str) -> None:
+def test_the_error_of_a_payload_that_does_not_fit_leaves_the_payload_out(
+    payload: object, kind: object, problem: str
+) -> None:
     text = payload if isinstance(payload, str | None) and payload != SECRET else json.dumps(payload)
     with pytest.raises(pgque.PgquePayloadError) as caught:
         _message(text).into(kind)

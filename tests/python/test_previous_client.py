@@ -224,7 +224,7 @@ def _ticker(conn: Connection) -> object:
     return value(conn, "select s.status from pgque.status() as s where s.component = 'ticker'")
 
 
-def test_the_previous_version_that_connects_is_told_to_upgrade_the_package(
+def test_the_previous_version_that_connects_gets_the_hint_to_upgrade_the_package(
     previous: Package, dsn: str
 ) -> None:
     run(
@@ -287,7 +287,7 @@ CALLS: dict[str, Callable[[str], object]] = {
 }
 
 
-def test_this_version_says_how_to_upgrade_an_earlier_database_and_then_works_with_what_is_in_it(
+def test_this_version_names_the_way_to_upgrade_an_earlier_database_and_then_works_with_its_messages(
     fresh_dsn: str,
 ) -> None:
     install_earlier(fresh_dsn, VERSION)

@@ -64,7 +64,7 @@ def test_each_function_that_internals_name_exists() -> None:
 
 def test_a_test_that_is_gone_is_missed() -> None:
     known, gone = (
-        "sql/test_model.py::test_any_calls_of_workers_answer_as_the_model_says",
+        "sql/test_model.py::test_any_calls_of_workers_agree_with_the_model",
         "sql/test_model.py::test_of_old",
     )
     assert _missing(f"| a guarantee | `{known}`, `{gone}`, `sql/test_none.py::test_x` |") == [

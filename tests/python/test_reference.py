@@ -136,7 +136,7 @@ def test_an_earlier_name_must_name_a_function_that_is_documented(own_dsn: str) -
         ("comment on column pgque.queue.queue_max_depth is 'Much.'", "max_depth is a number without a unit"),
     ],
 )
-def test_a_setting_must_say_what_it_is(own_dsn: str, change: str, told: str) -> None:
+def test_a_setting_must_have_a_comment_and_a_unit(own_dsn: str, change: str, told: str) -> None:
     with psycopg.connect(own_dsn) as connection, pytest.raises(BadReference, match=told):
         connection.execute(change.encode())
         list(reference(connection))

@@ -279,7 +279,7 @@ def test_a_consumer_starts_at_a_local_time(client: pgque.PgqueClient, queue: str
 
 
 @pytest.mark.usefixtures("far_zones")
-def test_an_event_is_put_aside_until_a_local_time(client: pgque.PgqueClient, queue: str, tick: Tick) -> None:
+def test_an_event_is_retried_at_a_local_time(client: pgque.PgqueClient, queue: str, tick: Tick) -> None:
     client.subscribe(queue, "c")
     client.send(queue, "x")
     tick(queue)

@@ -181,7 +181,7 @@ def test_pip_is_fetched_where_python_came_without_it(
 
 
 @pytest.mark.parametrize("root", [False, True])
-def test_where_nothing_helps_it_says_what_to_install(
+def test_if_no_venv_can_be_made_the_error_names_what_to_install(
     make_venv: Any, folder: Path, bin_: Path, python: Path, index: Index, root: bool
 ) -> None:
     index.sha256 = "0" * 64

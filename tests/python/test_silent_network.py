@@ -233,7 +233,7 @@ def test_the_exporter_reads_over_another_connection_after_one_was_silent(path: S
 # -- the client --------------------------------------------------------------------------------------------
 
 
-def test_a_call_without_an_answer_is_an_error_that_says_what_to_do(path: SilentPath, queue: str) -> None:
+def test_a_call_without_a_response_is_an_error_with_a_hint(path: SilentPath, queue: str) -> None:
     with pgque.connect(path.dsn, autocommit=True, command_timeout=LIMIT) as client:
         client.send(queue, "1")
         path.silence()

@@ -98,7 +98,7 @@ def test_an_async_worker_works_with_and_without_a_running_loop(pgque_queue: Queu
     assert [message.payload for message in pgque_queue.done] == ["a", "b"]
 
 
-def test_a_worker_that_does_not_end_is_told(pgque_queue: Queue) -> None:  # noqa: F811
+def test_a_worker_that_does_not_end_is_reported(pgque_queue: Queue) -> None:  # noqa: F811
     release = threading.Event()
     worker = pgque.Worker(queue="another", consumer="another", shutdown_timeout=0.1)
     worker.handler("*")(lambda message: release.wait(20))

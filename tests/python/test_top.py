@@ -289,7 +289,7 @@ def test_a_frame_is_printed_where_there_is_no_terminal(database: str) -> None:
         assert 'pip install "./python[top]"' in shown.text
 
 
-def test_wrong_options_and_a_missing_database_are_told(dsn: str) -> None:
+def test_wrong_options_and_a_missing_database_are_errors_with_a_hint(dsn: str) -> None:
     done = CliRunner().invoke(main, ["top", "--interval", "0s"])
     assert done.exit_code == 2
     assert "at least 1s" in done.output

@@ -154,7 +154,7 @@ def test_options_out_of_range_are_bad_arguments(client: pgque.PgqueClient, pool:
     assert caught.value.sqlstate == "PQ005"
 
 
-def test_a_full_queue_is_told_by_its_own_class(client: pgque.PgqueClient, pool: str) -> None:
+def test_a_full_queue_raises_its_own_class(client: pgque.PgqueClient, pool: str) -> None:
     client.set_queue_config(pool, "max_depth", 2)
     client.send_batch(pool, "t", ["a", "b"])
     with pytest.raises(pgque.PgqueQueueFull) as caught:
@@ -227,7 +227,7 @@ def test_each_message_of_a_batch_has_its_own_outcome(
     )
 
 
-def test_a_whole_batch_is_archived_or_handed_back(client: pgque.PgqueClient, pool: str, tick: Tick) -> None:
+def test_a_whole_batch_is_archived_or_released(client: pgque.PgqueClient, pool: str, tick: Tick) -> None:
     client.send_batch(pool, "t", ["a", "b"])
     tick(pool)
     batch = _take(client, pool)
@@ -452,7 +452,7 @@ def test_queues_are_renamed_and_found_by_their_id(
     assert [m.payload for m in _take(client, row[0])] == ["x"]
 
 
-def test_defaults_hold_for_queues_that_do_not_say_otherwise(client: pgque.PgqueClient, pool: str) -> None:
+def test_defaults_hold_for_queues_without_a_value_of_their_own(client: pgque.PgqueClient, pool: str) -> None:
     before = client.queue_config(pool)["max_receive_attempts"]
     client.set_default_config("max_receive_attempts", 7)
     try:

@@ -88,7 +88,7 @@ def test_another_outcome_can_be_chosen(client: pgque.PgqueClient, work: pgque.Wo
     assert (retry.payload, retry.last_error) == ("nack", "later ")
 
 
-def test_leaving_the_loop_hands_back_what_was_not_given_and_acks_what_was_done(
+def test_leaving_the_loop_releases_messages_not_given_and_acks_those_done(
     client: pgque.PgqueClient, work: pgque.WorkQueue, tick: Tick
 ) -> None:
     work.send_batch(["a", "b", "c", "d"])
@@ -313,7 +313,7 @@ def test_after_a_cancelled_ack_of_one_message_the_loop_goes_on_over_the_same_con
     assert _held(client, queue) == 0
 
 
-def test_what_is_missing_is_told(dsn: str, queue: str) -> None:
+def test_the_error_names_what_is_missing(dsn: str, queue: str) -> None:
     with pytest.raises(ValueError, match="name of its queue"):
         pgque.WorkQueue(dsn)
     with pgque.WorkQueue(dsn, queue) as work, pytest.raises(ValueError, match="name of its consumer"):
@@ -351,7 +351,7 @@ def test_the_async_queue_does_the_same(dsn: str, client: pgque.PgqueClient, queu
 
 
 @pytest.mark.parametrize("then", ["close at once", "settle", "send", "do something else"])
-def test_closing_the_async_queue_hands_back_what_a_loop_left_by_break_was_not_given(
+def test_closing_the_async_queue_releases_messages_that_a_loop_left_by_break_was_not_given(
     dsn: str,
     client: pgque.PgqueClient,
     queue: str,
@@ -382,7 +382,7 @@ def test_closing_the_async_queue_hands_back_what_a_loop_left_by_break_was_not_gi
     assert sorted(map(str, _left(client, queue))) == (["c", "d"] if then == "settle" else ["b", "c", "d"])
 
 
-def test_closing_the_queue_in_a_loop_hands_back_what_was_not_given(
+def test_closing_the_queue_in_a_loop_releases_messages_that_it_was_not_given(
     client: pgque.PgqueClient, work: pgque.WorkQueue, tick: Tick, caplog: pytest.LogCaptureFixture
 ) -> None:
     work.send_batch(["a", "b", "c"])

@@ -177,7 +177,7 @@ def test_a_worker_whose_handlers_are_not_quick_leaves_the_rest_to_others(
 
 
 @pytest.mark.parametrize("named_by", ["name", "uid"])
-def test_a_new_message_is_handled_long_before_the_next_look(
+def test_a_new_message_is_handled_long_before_the_next_poll(
     dsn: str,
     client: pgque.PgqueClient,
     conn: Connection,
@@ -620,7 +620,7 @@ def test_a_lost_lease_is_logged_and_what_was_not_started_is_left_to_the_others(
     assert seen == ["a"]
 
 
-def test_outcomes_are_told_while_another_message_of_the_batch_still_runs(
+def test_outcomes_are_stored_while_another_message_of_the_batch_still_runs(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
 ) -> None:
     release = threading.Event()
@@ -641,7 +641,7 @@ def test_outcomes_are_told_while_another_message_of_the_batch_still_runs(
 # -- faults and stopping ------------------------------------------------------------
 
 
-def test_after_its_backend_was_terminated_the_worker_settles_what_it_had_in_hand(
+def test_after_its_backend_was_terminated_the_worker_acks_its_batch(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, conn: Connection
 ) -> None:
     release = threading.Event()
@@ -696,7 +696,7 @@ def test_a_message_that_the_encoding_of_the_connection_lacks_does_not_end_a_prog
     assert seen == ["next"]
 
 
-def test_after_a_stop_what_runs_is_finished_and_what_was_not_started_is_handed_back(
+def test_after_a_stop_running_handlers_finish_and_messages_not_started_are_released(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
 ) -> None:
     release = threading.Event()
@@ -872,7 +872,7 @@ def test_what_was_prefetched_does_not_start_after_its_lease_while_the_database_i
 
 
 @pytest.mark.parametrize("stopped", ["before", "meanwhile"])
-def test_what_was_done_while_the_database_was_away_is_told_though_the_worker_was_stopped(
+def test_outcomes_of_handlers_that_ran_while_the_database_was_away_are_stored_though_the_worker_was_stopped(
     client: pgque.PgqueClient,
     pool: str,
     tick: Tick,
@@ -1070,7 +1070,7 @@ def test_handlers_run_in_processes(
     assert _left(client, pool) == []
 
 
-def test_a_killed_process_is_started_anew_and_its_message_comes_again(
+def test_a_killed_process_is_started_anew_and_its_message_is_redelivered(
     client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, program: Programs, handled: Handled
 ) -> None:
     process = program(pool, "processes", 1, timeout=1)
@@ -1111,7 +1111,7 @@ def test_no_message_is_lost_while_processes_are_killed(
 
 @pytest.mark.parametrize("use", ["threads", "processes"])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_what_runs_finish_and_hands_the_rest_back(
+def test_a_signal_lets_running_handlers_finish_and_releases_the_other_messages(
     client: pgque.PgqueClient,
     pool: str,
     tick: Tick,
@@ -1132,7 +1132,7 @@ def test_a_signal_lets_what_runs_finish_and_hands_the_rest_back(
     assert len(_left(client, pool)) == 6 - started
 
 
-def test_a_killed_program_leaves_no_process_and_its_messages_come_again(
+def test_a_killed_program_leaves_no_process_and_its_messages_are_redelivered(
     client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, program: Programs, handled: Handled
 ) -> None:
     process = program(pool, "processes", 2, timeout=2)
@@ -1312,7 +1312,7 @@ def test_an_async_worker_pauses_between_attempts_to_reach_the_database(
     assert _left(client, pool) == []
 
 
-def test_a_plain_function_as_an_async_handler_is_told_as_such(
+def test_a_plain_function_as_an_async_handler_is_named_in_the_error(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
 ) -> None:
     _send(client, pool, tick, "a")
@@ -1329,7 +1329,7 @@ def test_a_plain_function_as_an_async_handler_is_told_as_such(
     assert "has to be a coroutine function" in str(client.list_messages(pool, "retry")[0].last_error)
 
 
-def test_an_async_worker_stops_at_sigterm_and_hands_back(
+def test_an_async_worker_stops_at_sigterm_and_releases_its_messages(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
 ) -> None:
     _send(client, pool, tick, *"abc")

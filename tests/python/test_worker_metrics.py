@@ -344,7 +344,7 @@ def _text(url: str) -> str:
         return ""
 
 
-def test_without_prometheus_client_enabling_tells_what_is_missing() -> None:
+def test_without_prometheus_client_enabling_names_what_is_missing() -> None:
     code = "import sys; sys.modules['prometheus_client'] = None; import pgque; pgque.enable_prometheus()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert 'pip install "./python[metrics]"' in done.stderr

@@ -147,7 +147,7 @@ def test_processes_that_are_ended_under_load_lose_nothing_and_do_nothing_twice(
     assert client.dlq_inspect(pool) == []
 
 
-def test_what_was_handed_back_was_not_delivered_in_vain(
+def test_a_released_message_uses_up_no_attempt(
     client: pgque.PgqueClient,
     pool: str,
     tick: Tick,
@@ -171,7 +171,7 @@ def test_what_was_handed_back_was_not_delivered_in_vain(
     assert Counter(message.msg_id for message in other) + worked("done") == Counter(sent)
 
 
-def test_what_does_not_end_in_time_is_handed_back_and_done_by_the_next(
+def test_a_handler_that_does_not_end_in_time_has_its_message_released_to_the_next_worker(
     client: pgque.PgqueClient,
     pool: str,
     tick: Tick,

@@ -144,7 +144,7 @@ def test_rows_of_a_connection_may_be_mappings(shop: str, frame: Callable[..., Da
         foreach_batch_once(connect, "n", query_id="q")(lambda *_: None)(frame("a"), epoch)
 
 
-def test_streams_are_told_apart_by_their_checkpoints(
+def test_streams_are_distinguished_by_their_checkpoints(
     spark: SparkSession, target: Target, tmp_path: Path
 ) -> None:
     source = tmp_path / "in"
@@ -257,7 +257,7 @@ def test_a_table_that_cannot_be_made_is_named_with_what_to_do(
     assert "create table pg_catalog.epoch (name" in (caught.value.hint or "")
 
 
-def test_without_a_stream_or_a_server_it_says_so(frame: Callable[..., DataFrame]) -> None:
+def test_without_a_stream_or_a_server_it_reports_that(frame: Callable[..., DataFrame]) -> None:
     with pytest.raises(PgqueBadArgument, match="give query_id"):
         foreach_batch_once("dbname=x", "lines")(lambda *_: None)(frame("a"), 0)
     with pytest.raises(PgqueConnectionError):

@@ -47,13 +47,13 @@ def test_every_default_is_the_one_in_the_table(option: options.Option) -> None:
 
 
 @pytest.mark.parametrize("mode", [BATCH_READ, STREAM_READ, BATCH_WRITE, STREAM_WRITE])
-def test_an_unknown_option_is_refused_by_name_and_what_is_known_is_told(mode: str) -> None:
+def test_an_unknown_option_is_refused_by_name_with_the_known_ones(mode: str) -> None:
     told = refused({**STREAM, "qeue": "x"}, mode) if mode == STREAM_READ else refused({"qeue": "x"}, mode)
     assert "unknown option qeue" in told
     assert "queue" in told
 
 
-def test_an_option_out_of_place_says_where_it_belongs() -> None:
+def test_an_option_out_of_place_is_an_error_that_names_its_place() -> None:
     assert refused({"queue": "q", "maxEventsPerTrigger": "1"}, BATCH_READ) == (
         "option maxEventsPerTrigger is for stream read, not for batch read"
     )
@@ -151,7 +151,7 @@ def test_jdbc_takes_several_hosts() -> None:
 
 
 @pytest.mark.parametrize("given", [{"host": "/tmp"}, {"service": "x"}])  # noqa: S108
-def test_jdbc_says_what_it_cannot_do(given: dict[str, str]) -> None:
+def test_jdbc_refuses_what_it_cannot_do(given: dict[str, str]) -> None:
     with pytest.raises(PgqueBadArgument, match="JDBC knows no"):
         _connect.jdbc(given, "name")
 

@@ -45,7 +45,7 @@ def python(code: str, hidden: tuple[str, ...] = ()) -> str:
 NOTHING_BUT_PYSPARK = ("psycopg", "psycopg_pool", "pyarrow", "pandas", "numpy", "tenacity", "click", "rich")
 
 
-def test_the_module_that_pyspark_looks_into_imports_with_nothing_but_pyspark() -> None:
+def test_the_module_that_pyspark_imports_needs_nothing_but_pyspark() -> None:
     code = """
 import pyspark_pgque
 from pyspark.sql.datasource import DataSource
@@ -62,7 +62,7 @@ except ImportError as error:
     assert "psycopg" in told
 
 
-def test_a_psycopg_without_its_library_is_told() -> None:
+def test_a_psycopg_without_its_library_is_an_error_with_a_hint() -> None:
     code = """
 import sys
 class Broken:
@@ -117,7 +117,7 @@ def test_pyspark_finds_the_format_and_it_can_be_registered_too(
 
 
 @pytest.mark.slow
-def test_a_built_wheel_holds_the_module_that_pyspark_looks_for(tmp_path: Path) -> None:
+def test_a_built_wheel_has_the_module_that_pyspark_imports(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",

@@ -103,7 +103,7 @@ def test_all_records_go_through_with_kills_on_the_way(tmp_path: Path) -> None:
     assert _answers(output) == ["yes"] * 3, output
 
 
-def test_says_what_is_missing_where_there_is_no_java(tmp_path: Path) -> None:
+def test_without_java_the_error_names_what_is_missing(tmp_path: Path) -> None:
     code, output, _ = _run(tmp_path, JAVA_HOME=str(tmp_path))
     assert code == 1
     assert "Spark needs Java 17 or newer, and found none" in output

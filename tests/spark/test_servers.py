@@ -738,7 +738,7 @@ def test_a_server_that_cannot_take_part_is_asked_before_anything_is_stored(farm:
     assert [farm.take(number) for number in range(2)] == [share(number, (0, 1)) for number in range(2)]
 
 
-def test_a_server_that_left_the_list_and_is_needed_says_why(farm: Farm) -> None:
+def test_a_server_that_left_the_list_and_is_needed_gives_an_error_with_the_reason(farm: Farm) -> None:
     write(farm.writer(), *PAYLOADS)
     farm.conns[2].execute("revoke pgque_writer from spark")
     try:

@@ -231,7 +231,7 @@ def test_headers_may_be_json_text(spark: SparkSession, writer: Role, conn: Conne
     assert arrived(conn, queue) == Counter("x")
 
 
-def test_a_column_says_which_queue(
+def test_a_column_names_the_queue(
     spark: SparkSession, writer: Role, conn: Connection, queue: str, new_queue: Callable[[], str]
 ) -> None:
     other = new_queue()

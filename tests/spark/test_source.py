@@ -269,7 +269,7 @@ def test_a_single_heavy_tick_is_read_by_several_tasks(source: Source, conn: Conn
     assert got == Counter(str(n) for n in range(1, 4001))
 
 
-def test_a_batch_begins_and_ends_where_it_is_told(source: Source, conn: Connection) -> None:
+def test_a_batch_begins_and_ends_at_the_ticks_that_were_asked_for(source: Source, conn: Connection) -> None:
     ticks = []
     for text in "abc":
         send(conn, source.queue, text)

@@ -183,7 +183,7 @@ def test_notes_are_filtered_limited_and_paged(own: Connection) -> None:
     assert rows(own, "select * from pgque.list_actions(limit_count => -1)") == []
 
 
-def test_notes_are_kept_as_long_as_is_said_and_no_dead_row_is_left(own: Connection) -> None:
+def test_actions_are_kept_as_long_as_set_and_leave_no_dead_row(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     value(own, "select pgque.set_history('actions', '10 days')")
     for day in range(0, 60, 3):

@@ -65,7 +65,7 @@ def test_an_archived_message_is_acked_and_kept_with_its_story(pool: Connection, 
     assert figure(pool, "archived", "q") == 2
 
 
-def test_what_is_archived_in_a_transaction_that_rolls_back_comes_again(pool: Connection) -> None:
+def test_a_message_archived_in_a_transaction_that_rolls_back_is_redelivered(pool: Connection) -> None:
     sent = offer(pool, "q", 1)
     (message,) = take(pool, "q")
     pool.execute("begin")
@@ -273,7 +273,7 @@ def test_every_message_is_listed_with_its_status(pool: Connection) -> None:
     assert len(rows(pool, "select * from pgque.list_messages('q', null, 2)")) == 2
 
 
-def test_a_lapsed_message_is_listed_as_available_again(pool: Connection) -> None:
+def test_a_message_whose_lease_expired_is_listed_as_available_again(pool: Connection) -> None:
     (sent,) = offer(pool, "q", 1)
     take(pool, "q")
     assert status(pool, "q", sent) == {"c": "processing"}
@@ -381,7 +381,7 @@ def test_the_archive_outlives_rotation_and_its_consumer(pool: Connection) -> Non
     assert [(f[1], f[2]) for f in found] == [("c", sent)]
 
 
-def test_metrics_tell_what_is_in_flight(pool: Connection) -> None:
+def test_metrics_show_what_is_in_flight(pool: Connection) -> None:
     offer(pool, "q", 5)
     batch = take(pool, "q", "w1", 3)
     take(pool, "q", "w2", 1)

@@ -169,7 +169,7 @@ def test_a_big_window_is_mapped_once_and_its_rows_are_not_sorted(
     assert reads and max(reads) <= 7 * 25 + 25
 
 
-def test_pgqs_calls_look_for_ticks_as_often_as_receive(planned: tuple[Connection, list[str]]) -> None:
+def test_pgqs_calls_check_for_ticks_as_often_as_receive(planned: tuple[Connection, list[str]]) -> None:
     """As long as the consumer keeps up, and asks for no tick: next_batch_info() returns both of a batch."""
     conn, plans = planned
     value(conn, "select pgque.create_queue('q')")

@@ -55,7 +55,7 @@ def test_an_empty_window_is_a_batch_without_events(conn: Connection, subscribed:
     assert ack(conn, batch) == 1
 
 
-def test_batch_info_says_what_a_batch_spans(conn: Connection, subscribed: str) -> None:
+def test_batch_info_returns_what_a_batch_spans(conn: Connection, subscribed: str) -> None:
     before = forced_tick(conn, subscribed)
     ack(conn, value(conn, NEXT, subscribed))
     sent = send_many(conn, subscribed, 5)

@@ -55,7 +55,7 @@ def test_an_idle_queue_ticks_once_and_then_with_its_period(ahead: Connection) ->
     assert tick(ahead, "q") is None
 
 
-def test_health_says_that_messages_wait(ahead: Connection) -> None:
+def test_health_reports_that_messages_wait(ahead: Connection) -> None:
     move_clock(ahead, "0")
     check = "select h.status from pgque.health() as h where h.queue = 'q' and h.check_name = 'ticks'"
     assert value(ahead, check) == "ok"
@@ -75,7 +75,7 @@ def test_rotation_goes_on(ahead: Connection) -> None:
     assert value(ahead, "select pgque.maint_rotate_tables_step1('q')") == 0
 
 
-def test_reapers_go_on(ahead: Connection) -> None:
+def test_cleanup_jobs_go_on_after_the_clock_was_set_back(ahead: Connection) -> None:
     value(ahead, "select pgque.set_schedule('expire', '1 hour')")
     value(ahead, "select pgque.maint_expire()")
     move_clock(ahead, "0")
@@ -85,7 +85,7 @@ def test_reapers_go_on(ahead: Connection) -> None:
     assert "retry_queue" not in row_counts(ahead)
 
 
-def test_a_reaper_that_is_switched_off_stays_off(ahead: Connection) -> None:
+def test_a_cleanup_that_is_switched_off_stays_off(ahead: Connection) -> None:
     value(ahead, "select pgque.set_schedule('delete_expired', '1 minute')")
     value(ahead, "select pgque.maint_expire()")
     value(ahead, "select pgque.set_schedule('delete_expired', '')")
@@ -99,7 +99,7 @@ def test_a_reaper_that_is_switched_off_stays_off(ahead: Connection) -> None:
     assert row_counts(ahead)["dead_letter"] == 1
 
 
-def test_a_reaper_that_ran_just_now_does_not_run_again(ahead: Connection) -> None:
+def test_a_cleanup_that_ran_just_now_does_not_run_again(ahead: Connection) -> None:
     value(ahead, "select pgque.set_schedule('expire', '1 hour')")
     for tenth in range(10):
         # Whatever part of a second is over.
@@ -140,7 +140,7 @@ def test_workers_under_a_limit_of_throughput_go_on(ahead: Connection) -> None:
     assert len(take(ahead, "q", count=1, consumer="pool")) == 1
 
 
-def test_a_batch_that_was_handed_out_later_than_now_is_reclaimed(ahead: Connection) -> None:
+def test_a_batch_that_was_delivered_later_than_now_is_reclaimed(ahead: Connection) -> None:
     subscribe(ahead, "q", "pool")
     sent = send(ahead, "q")
     tick(ahead, "q")

@@ -147,7 +147,7 @@ def test_every_consumer_of_a_queue_gets_every_message(conn: Connection, queue: s
     assert ids(receive_coop(conn, queue, "w", consumer="group")) == sent
 
 
-def test_a_nacked_message_comes_again_after_its_delay_as_it_was_sent(timed: Consumer) -> None:
+def test_a_nacked_message_is_redelivered_after_its_delay_as_it_was_sent(timed: Consumer) -> None:
     conn = timed.conn
     sent = value(conn, "select pgque.send('q', 'kind', 'body'::text, 'key')")
     other = send(conn, "q")
@@ -264,7 +264,7 @@ def test_a_batch_is_finished_by_the_outcome_of_its_last_message(consumer: Consum
     assert consumer.work_off() == later
 
 
-def test_only_the_messages_without_an_outcome_come_again(timed: Consumer) -> None:
+def test_only_the_messages_without_an_outcome_are_redelivered(timed: Consumer) -> None:
     sent = timed.offer(10)
     token = timed.receive()[0].batch_id
     settled = [sent[n] for n in (0, 3, 4, 9)]
@@ -324,7 +324,7 @@ def test_one_call_finishes_the_last_batch_and_takes_the_next(consumer: Consumer)
     assert consumer.receive() == []
 
 
-def test_ids_of_messages_that_are_not_in_the_batch_are_answered_for(consumer: Consumer) -> None:
+def test_ids_of_messages_that_are_not_in_the_batch_get_a_row_with_the_reason(consumer: Consumer) -> None:
     sent = consumer.offer(4)
     first = consumer.receive(2)
     ack(consumer.conn, first[0].batch_id)

@@ -123,7 +123,7 @@ def test_thousand_worker_names_cost_no_more_than_one(held: Connection) -> None:
     ), named
 
 
-def test_lapsed_and_nacked_messages_leave_no_row_once_done(own: Connection) -> None:
+def test_expired_and_nacked_messages_leave_no_row_once_done(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")
 

@@ -179,7 +179,7 @@ def test_every_consumer_gets_a_delayed_message_once(pool: Connection) -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_an_expired_message_is_not_delivered_before_any_reaper_ran(pool: Connection, plain: bool) -> None:
+def test_an_expired_message_is_not_delivered_before_any_cleanup_ran(pool: Connection, plain: bool) -> None:
     post(pool, "q", "gone", ttl="1 minute")
     kept = post(pool, "q", "kept", ttl="1 hour")
     for_ever = post(pool, "q", "for ever")
@@ -254,7 +254,7 @@ def test_times_that_no_client_can_read_are_refused(
         "select * from pgque.receive('q', 'c', 10, worker => 'v', visibility_timeout => '101 years')",
     ],
 )
-def test_a_message_is_not_put_aside_until_a_time_that_no_client_can_read(pool: Connection, call: str) -> None:
+def test_a_message_is_not_delayed_until_a_time_that_no_client_can_read(pool: Connection, call: str) -> None:
     sent = offer(pool, "q", 2)
     (message,) = take(pool, "q", "w", 1)
 
@@ -279,7 +279,7 @@ def test_a_live_lease_survives_expiry_and_its_ack_counts(pool: Connection) -> No
 
 
 @pytest.mark.parametrize("how", ["lapse", "nack"])
-def test_a_message_that_expired_while_it_was_out_does_not_come_again(pool: Connection, how: str) -> None:
+def test_a_message_that_expired_while_it_was_leased_is_not_redelivered(pool: Connection, how: str) -> None:
     post(pool, "q", ttl="1 minute")
     tick(pool, "q")
     (message,) = take(pool, "q", timeout="30 seconds")
@@ -339,7 +339,7 @@ def test_an_expired_message_is_listed_as_such(pool: Connection) -> None:
 
 
 @pytest.mark.parametrize("job", ["expire", "delete_expired"])
-def test_the_schedule_of_the_reapers_is_set_at_run_time(pool: Connection, job: str) -> None:
+def test_the_schedule_of_the_cleanups_is_set_at_run_time(pool: Connection, job: str) -> None:
     call = "select pgque.set_schedule(%s, %s)"
     assert value(pool, call, job, "5 minutes")
     for bad in ("nonsense", "-1 minute", "-1 month 31 days", "every day", "* * * * *"):
@@ -349,7 +349,7 @@ def test_the_schedule_of_the_reapers_is_set_at_run_time(pool: Connection, job: s
     refused("PQ005", value, pool, call, "reboot", "1 hour")
 
 
-def test_the_reaper_runs_when_its_schedule_says_and_not_when_it_is_off(pool: Connection) -> None:
+def test_the_cleanup_runs_by_its_schedule_and_not_when_it_is_off(pool: Connection) -> None:
     def waiting() -> int:
         return int(value(pool, "select count(*) from pgque.retry_queue"))
 
@@ -378,7 +378,7 @@ def fill(conn: Connection, count: int = 3000) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["drop", "dead_letter"])
 @pytest.mark.parametrize("pooled", [True, False])
-def test_what_a_consumer_that_never_comes_back_lacks_is_dropped_or_buried_and_its_disk_freed(
+def test_messages_of_a_consumer_that_never_comes_back_are_dropped_or_dead_lettered_and_their_disk_is_freed(
     pool: Connection, policy: str, pooled: bool
 ) -> None:
     configure(pool, "q", drop_policy=policy, retention_period="1 day", rotation_period="1 hour")
@@ -482,7 +482,7 @@ def test_headers_are_json_of_any_depth(pool: Connection) -> None:
     assert ack(pool, message.batch_id) == 1
 
 
-def test_what_waits_costs_a_reaper_no_more_than_one_look_at_it(own: Connection) -> None:
+def test_a_cleanup_reads_each_pending_message_once(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")
     reapers = (

@@ -143,7 +143,7 @@ def test_creating_and_subscribing_again_is_no_error(conn: Connection, queue: str
     assert value(conn, "select pgque.register_consumer(%s, 'c')", queue) == 0
 
 
-def test_a_null_argument_gets_an_error_that_says_which(conn: Connection, subscribed: str) -> None:
+def test_a_null_argument_gets_an_error_that_names_it(conn: Connection, subscribed: str) -> None:
     refused("PQ005", value, conn, "select pgque.receive(null, 'c', null)")
     refused("PQ004", value, conn, "select pgque.register_subconsumer(%s, null, null)", subscribed)
     send(conn, subscribed)

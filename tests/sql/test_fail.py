@@ -163,7 +163,7 @@ def test_batch_retry_fails_what_has_no_outcome_yet(conn: Connection, subscribed:
     refused("PQ012", rows, conn, "select pgque.batch_retry(%s, 0)", batch[0].batch_id)
 
 
-def test_released_messages_come_again_after_the_ack_without_a_retry_more(
+def test_released_messages_are_redelivered_after_the_ack_with_the_same_retry_count(
     conn: Connection, subscribed: str
 ) -> None:
     configure(conn, subscribed, max_retries=0)
@@ -181,7 +181,7 @@ def test_released_messages_come_again_after_the_ack_without_a_retry_more(
     assert receive(conn, subscribed) == []
 
 
-def test_messages_that_are_put_back_come_again_in_the_order_of_their_ids(
+def test_released_messages_are_redelivered_in_the_order_of_their_ids(
     conn: Connection, subscribed: str
 ) -> None:
     """Whichever tables they lie in: after the last of the three comes the first."""

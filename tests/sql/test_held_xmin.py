@@ -235,7 +235,7 @@ def test_a_snapshot_older_than_a_compaction_acks_nothing_twice(
 
 
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
-def test_a_snapshot_that_used_the_journal_before_it_turned_hands_out_nothing_twice(
+def test_a_snapshot_from_before_the_journal_rotated_delivers_nothing_twice(
     own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
 ) -> None:
     value(own, "select pgque.create_queue('q')")

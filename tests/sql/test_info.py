@@ -80,7 +80,7 @@ def test_relations_that_people_query_have_their_columns(conn: Connection) -> Non
         assert expected <= set(columns(conn, f"select * from pgque.{relation}"))
 
 
-def test_queue_info_tells_settings_and_figures(own: Connection) -> None:
+def test_queue_info_returns_settings_and_figures(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     configure(
         own, "q", ticker_max_count=7, ticker_max_lag="3 s", ticker_idle_period="9 s", rotation_period="1 h"
@@ -125,7 +125,7 @@ def test_messages_that_were_rolled_back_are_not_pending(conn: Connection, subscr
     assert value(conn, pending, subscribed) > 0
 
 
-def test_consumer_info_tells_lag_and_pending_events(own: Connection) -> None:
+def test_consumer_info_returns_lag_and_pending_events(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")
     subscribe(own, "q", "d")
@@ -291,7 +291,7 @@ def test_a_consumer_with_nothing_pending_does_not_lag_however_long_the_queue_was
         assert value(own, "select lag from pgque.get_consumer_info()").total_seconds() == 0
 
 
-def test_health_says_how_long_the_oldest_message_has_been_pending(own: Connection) -> None:
+def test_health_reports_how_long_the_oldest_message_has_been_pending(own: Connection) -> None:
     """Since the tick that showed it: after a quiet time, and also if it was sent with a delay or failed."""
     value(own, "select pgque.create_queue('q')")
     for consumer in ("c", "d"):
@@ -498,7 +498,7 @@ def test_health_names_the_consumer_whose_worker_holds_rotation_up(own: Connectio
     assert str(value(own, rotation)).endswith("slowest consumer b")
 
 
-def test_health_says_the_cause_first_and_does_not_tell_to_unsubscribe_who_waits_for_ticks(
+def test_health_reports_the_cause_first_and_does_not_advise_to_unsubscribe_a_consumer_that_waits_for_ticks(
     own: Connection,
 ) -> None:
     value(own, "select pgque.create_queue('q')")
@@ -608,7 +608,7 @@ def test_health_names_a_prepared_transaction_that_was_forgotten(
 
 
 @pytest.mark.parametrize("how", ["lock 0", "lock 1", "drop"])
-def test_who_looks_is_told_of_a_locked_queue_and_does_not_wait_for_it(
+def test_health_reports_a_locked_queue_and_does_not_wait_for_it(
     own: Connection, transaction: Callable[..., Connection], how: str
 ) -> None:
     for name in ("free", "held"):
@@ -637,7 +637,7 @@ def test_who_looks_is_told_of_a_locked_queue_and_does_not_wait_for_it(
     assert {r[0] for r in rows(own, "select status from pgque.health() where queue = 'held'")} == {"ok"}
 
 
-def test_who_looks_waits_for_what_all_queues_share(
+def test_health_waits_for_the_tables_that_all_queues_share(
     own: Connection,
     transaction: Callable[..., Connection],
     connect: Callable[..., Connection],
@@ -658,7 +658,7 @@ def test_who_looks_waits_for_what_all_queues_share(
         assert job.result() == [("a", False), ("b", False)]
 
 
-def test_what_lapsed_is_pending_though_nobody_asked_for_it(own: Connection) -> None:
+def test_a_message_whose_lease_expired_is_pending_though_nobody_polled(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")
     sent = send_many(own, "q", 5)
@@ -782,7 +782,7 @@ def test_metrics_are_one_row_a_figure(own: Connection) -> None:
     assert value(own, "select value from pgque.metrics() where metric = 'pgque_consumer_open_batch'") == 1
 
 
-def test_metrics_tell_of_a_limit_a_recurring_message_that_fails_and_a_transaction_that_stays_open(
+def test_metrics_show_a_limit_a_recurring_message_that_fails_and_a_transaction_that_stays_open(
     own: Connection, transaction: Callable[..., Connection]
 ) -> None:
     value(own, "select pgque.create_queue('q', '{\"max_depth\": 10}')")
@@ -881,7 +881,7 @@ def test_retention_takes_a_long_backlog_in_parts(own: Connection, policy: str) -
     assert drain(own, "q") == []
 
 
-def test_retention_in_parts_does_not_forget_what_was_settled_of_an_open_window(own: Connection) -> None:
+def test_retention_in_parts_keeps_the_outcomes_of_an_open_window(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")
     for _ in range(5):

@@ -68,7 +68,7 @@ def schema(dsn: str) -> list[str]:
         return list(catalog.schema(connection))
 
 
-def test_an_install_says_nothing_and_a_second_one_neither_and_changes_nothing(fresh_dsn: str) -> None:
+def test_an_install_prints_nothing_and_a_second_one_changes_nothing(fresh_dsn: str) -> None:
     assert install(fresh_dsn) == []
     first = schema(fresh_dsn)
     assert install(fresh_dsn) == []
@@ -150,7 +150,7 @@ def test_an_ordinary_role_that_may_create_in_the_database_installs_it(
         assert value(connection, "select to_regnamespace('pgque')") is None
 
 
-def test_an_owner_that_is_no_superuser_commits_sinks_of_others_and_is_told_what_it_can_not_see(
+def test_an_owner_that_is_no_superuser_commits_sinks_of_others_and_health_names_what_it_cannot_see(
     fresh_dsn: str, roles: Any, connect: Callable[..., Connection]
 ) -> None:
     dbname = psycopg.conninfo.conninfo_to_dict(fresh_dsn)["dbname"]
@@ -707,7 +707,7 @@ def test_only_the_owner_uninstalls(own: Connection, roles: Any, own_dsn: str) ->
         refused("42501", rows, connection, "select pgque.uninstall()")
 
 
-def test_start_without_pg_cron_says_what_to_do(own: Connection) -> None:
+def test_start_without_pg_cron_gives_a_hint(own: Connection) -> None:
     error = refused("PQ014", rows, own, "select pgque.start()")
     assert "pgque ticker" in str(error.diag.message_hint)
     value(own, "select pgque.stop()")

@@ -54,7 +54,7 @@ def test_an_ack_from_a_snapshot_older_than_another_ack_is_refused(
 
 
 @OLD
-def test_a_receive_from_an_old_snapshot_hands_out_no_second_batch(
+def test_a_receive_from_an_old_snapshot_delivers_no_second_batch(
     conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
 ) -> None:
     sent = send_many(conn, subscribed, 4)
@@ -272,7 +272,7 @@ def _held_by_a(own: Connection) -> tuple[list[int], list[Message]]:
 
 
 @OLD
-def test_a_take_over_from_an_old_snapshot_hands_out_no_settled_message(
+def test_a_take_over_from_an_old_snapshot_delivers_no_acknowledged_message(
     own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
 ) -> None:
     sent, batch = _held_by_a(own)
@@ -320,7 +320,7 @@ def test_who_lost_its_batch_to_an_old_snapshot_hears_no_outcome(
 
 
 @OLD
-def test_an_old_snapshot_meets_a_position_that_was_written_while_the_journal_turned(
+def test_an_old_snapshot_meets_a_position_that_was_written_while_the_journal_was_rotated(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],
@@ -361,7 +361,7 @@ def _consumer(conn: Connection, worker: str | None) -> Callable[[Connection], An
 
 
 @pytest.mark.parametrize("worker", [None, "w"])
-def test_a_batch_is_written_down_though_the_journal_turned_while_its_rows_were_waited_for(
+def test_a_batch_is_stored_though_the_journal_was_rotated_while_its_rows_were_waited_for(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],
@@ -391,7 +391,7 @@ def test_a_batch_is_written_down_though_the_journal_turned_while_its_rows_were_w
 
 
 @pytest.mark.parametrize("worker", [None, "w"])
-def test_a_batch_that_was_finished_while_the_journal_turned_does_not_come_again(
+def test_a_batch_that_was_acked_while_the_journal_rotated_is_not_redelivered(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],

@@ -177,7 +177,7 @@ def test_a_subconsumers_window_leaves_out_what_is_being_replaced(
     ]
 
 
-def test_what_was_put_aside_has_the_newest_body_when_it_is_delivered(
+def test_a_message_that_waited_in_the_retry_queue_has_the_newest_body_when_it_is_delivered(
     pool: Connection, own_dsn: str, transaction: Transaction
 ) -> None:
     sender = transaction(dsn=own_dsn)
@@ -291,7 +291,7 @@ def test_a_subscription_that_waits_for_a_consumer_with_an_old_snapshot_stops_no_
     assert waiting.result(timeout=30) == 1
 
 
-def test_subconsumers_put_aside_what_is_being_replaced(
+def test_subconsumers_move_messages_that_are_being_replaced_to_the_retry_queue(
     pool: Connection, own_dsn: str, transaction: Transaction
 ) -> None:
     value(pool, "select pgque.subscribe_subconsumer('q', 'shared', 'w')")
@@ -323,7 +323,7 @@ def test_retention_passes_no_message_that_is_being_replaced(
     assert len(dead_letters(pool, "q")) == (policy != "drop")
 
 
-def test_retention_of_what_was_put_aside_keeps_the_newest_body(
+def test_retention_of_the_retry_queue_keeps_the_newest_body(
     pool: Connection, own_dsn: str, transaction: Transaction
 ) -> None:
     configure(pool, "q", retention_period="10 minutes")
@@ -339,7 +339,7 @@ def test_retention_of_what_was_put_aside_keeps_the_newest_body(
     assert rows(pool, "select ev_id, ev_data from pgque.dlq_inspect('q')") == [(first, "new")]
 
 
-def test_a_sender_with_a_snapshot_older_than_retention_of_what_was_put_aside_is_refused(
+def test_a_keyed_send_with_a_snapshot_older_than_retention_is_refused(
     pool: Connection, own_dsn: str, transaction: Transaction
 ) -> None:
     configure(pool, "q", retention_period="10 minutes")

@@ -75,7 +75,7 @@ def test_messages_without_key_are_held_back_by_nothing(lanes: Connection) -> Non
     assert ids(take(lanes, "q", "w2")) == later
 
 
-def test_keys_are_handed_out_in_parallel_past_a_long_line(lanes: Connection) -> None:
+def test_keys_are_delivered_in_parallel_past_a_long_line(lanes: Connection) -> None:
     sent = line_up(lanes, "a" * 300 + "b" + "c")
     assert ids(take(lanes, "q", "w1", 1)) == sent[:1]
     assert ids(take(lanes, "q", "w2", 1)) == sent[300:301]
@@ -99,7 +99,7 @@ def backlog(conn: Connection, kind: str, count: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["busy", "expired"])
-def test_an_empty_answer_means_that_nothing_can_be_received(lanes: Connection, kind: str) -> None:
+def test_an_empty_receive_means_that_no_message_can_be_received(lanes: Connection, kind: str) -> None:
     free = backlog(lanes, kind, 11_000)
     assert ids(take(lanes, "q", "w2", timeout="1 day")) == [free]
     assert take(lanes, "q", "w2") == []
@@ -119,7 +119,7 @@ def test_a_statement_timeout_does_not_keep_a_call_from_getting_past_a_backlog(la
     assert 2 <= len(answers) <= 5
 
 
-def test_what_has_no_key_comes_again_past_a_long_line(lanes: Connection) -> None:
+def test_a_message_without_a_key_is_redelivered_past_a_long_line(lanes: Connection) -> None:
     line = "select count(pgque.send('q', 'default', 'a'::text, partition_key => 'a')) from generate_series(1, 1500)"
     assert value(lanes, line) == 1500
     (free,) = line_up(lanes, ".")
@@ -131,7 +131,7 @@ def test_what_has_no_key_comes_again_past_a_long_line(lanes: Connection) -> None
     assert [(m.msg_id, m.receive_count) for m in again] == [(free, 2)]
 
 
-def test_looking_past_an_expired_message_hands_out_no_more_than_is_asked_for(lanes: Connection) -> None:
+def test_reading_past_an_expired_message_delivers_no_more_than_max_return(lanes: Connection) -> None:
     for key in "abc":
         post(lanes, "q", "first", key=key)
     tick(lanes, "q")
@@ -259,7 +259,7 @@ def test_a_replacement_that_commits_after_its_message_was_held_back_is_what_is_d
 
 
 @pytest.mark.slow
-def test_order_holds_across_windows_sizes_nacks_and_lapses(lanes: Connection) -> None:
+def test_order_holds_across_windows_sizes_nacks_and_expired_leases(lanes: Connection) -> None:
     dice = random.Random(4)  # noqa: S311
     configure(lanes, "q", max_retries=1000, max_receive_attempts=1000)
     lines: dict[str, list[int]] = {}
@@ -377,7 +377,9 @@ def test_without_keyed_order_redelivery_is_by_id_as_far_as_it_goes(lanes: Connec
     assert ids(work_off(lanes, "q", "w2", 100, consumer="free")) == sent
 
 
-def test_a_keyed_consumer_is_subscribed_once_and_says_no_to_a_change(lanes: Connection) -> None:
+def test_a_keyed_consumer_is_subscribed_once_and_a_change_of_keyed_order_is_refused(
+    lanes: Connection,
+) -> None:
     sent = line_up(lanes, "aa")
     assert value(lanes, "select pgque.subscribe('q', 'c', 'latest', keyed_order => true)") == 0
     assert ids(take(lanes, "q")) == sent[:1]

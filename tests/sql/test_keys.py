@@ -83,7 +83,9 @@ def test_a_key_replaced_500_times_is_delivered_once_with_the_last_body(
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_once_handed_out_a_new_message_is_made_and_both_are_delivered(pool: Connection, plain: bool) -> None:
+def test_a_send_with_the_key_of_a_delivered_message_makes_a_new_one_and_both_are_delivered(
+    pool: Connection, plain: bool
+) -> None:
     first = post(pool, "q", "one", key="k")
     tick(pool, "q")
     (message,) = receive(pool, "q") if plain else take(pool, "q")
@@ -101,7 +103,7 @@ def test_once_handed_out_a_new_message_is_made_and_both_are_delivered(pool: Conn
     assert got == {first: "one", second: "two again"}
 
 
-def test_redelivery_shows_the_body_that_was_handed_out_first(pool: Connection) -> None:
+def test_a_redelivery_has_the_body_of_the_first_delivery(pool: Connection) -> None:
     first = post(pool, "q", "old", key="k", headers='{"v": 1}')
     tick(pool, "q")
     assert post(pool, "q", "new", key="k", headers='{"v": 2}') == first
@@ -120,7 +122,7 @@ def test_redelivery_shows_the_body_that_was_handed_out_first(pool: Connection) -
     assert list(got.values()) == ["later 3"]
 
 
-def test_a_plain_consumers_open_batch_comes_again_as_it_was(conn: Connection, subscribed: str) -> None:
+def test_a_plain_consumers_open_batch_is_redelivered_as_it_was(conn: Connection, subscribed: str) -> None:
     post(conn, subscribed, "old", key="k")
     tick(conn, subscribed)
     batch = receive(conn, subscribed)
@@ -163,7 +165,7 @@ def test_after_any_outcome_a_key_makes_a_new_message(conn: Connection, subscribe
     assert got == ({first: "one", second: "two"} if how == "release" else {second: "two"})
 
 
-def test_a_hand_out_that_is_rolled_back_leaves_the_message_pending(pool: Connection) -> None:
+def test_a_delivery_that_is_rolled_back_leaves_the_message_pending(pool: Connection) -> None:
     first = post(pool, "q", "one", key="k")
     tick(pool, "q")
     pool.execute("begin")
@@ -453,7 +455,7 @@ def test_who_waits_for_a_replaced_body_keeps_no_other_key_waiting(
     waiting.result()
 
 
-def test_who_subscribes_in_a_transaction_that_stays_open_stops_no_hand_out(
+def test_a_subscribe_in_a_transaction_that_stays_open_blocks_no_delivery(
     own: Connection, own_dsn: str, transaction: Callable[..., Connection]
 ) -> None:
     value(own, "select pgque.create_queue('q')")

@@ -39,7 +39,9 @@ from sql.helpers import (
 LOST = "lost to another worker"
 
 
-def test_a_lapsed_message_that_nobody_took_is_nacked_buried_and_extended_as_ever(pool: Connection) -> None:
+def test_a_message_whose_lease_expired_and_that_nobody_received_can_be_nacked_dead_lettered_and_extended(
+    pool: Connection,
+) -> None:
     sent = offer(pool, "q", 4)
     (a, b, c, d) = take(pool, "q", "w1")
     move_clock(pool, "1 minute")
@@ -107,7 +109,7 @@ def test_a_whole_batch_of_which_another_took_one_is_not_acked_but_the_rest_of_it
 
 @pytest.mark.parametrize("call", ["set_visibility", "extend"])
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
-def test_an_ack_of_a_whole_batch_whose_end_was_moved_answers_0_once_another_worker_has_some_of_it(
+def test_an_ack_of_a_whole_batch_whose_lease_was_moved_returns_0_once_another_worker_has_some_of_it(
     pool: Connection, call: str, isolation: str
 ) -> None:
     offer(pool, "q", 3)
@@ -145,7 +147,9 @@ def test_an_ack_of_a_whole_batch_whose_end_was_moved_counts_while_nobody_else_ha
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_batch_is_whole_without_what_its_worker_settled_before(pool: Connection, again: bool) -> None:
+def test_an_ack_of_a_whole_batch_does_not_need_the_messages_that_its_worker_acked_before(
+    pool: Connection, again: bool
+) -> None:
     sent = offer(pool, "q", 4)
     old = take(pool, "q", "w0" if again else "w1")[0].batch_id
     if again:  # the same with messages that are leased where they wait
@@ -160,14 +164,14 @@ def test_a_batch_is_whole_without_what_its_worker_settled_before(pool: Connectio
     assert take(pool, "q", "w2") == []
 
 
-def test_what_comes_again_and_what_is_new_are_batches_of_their_own(pool: Connection) -> None:
+def test_redeliveries_and_new_messages_are_separate_batches(pool: Connection) -> None:
     first = offer(pool, "q", 1)
     nack_ids(pool, take(pool, "q", "w0")[0].batch_id, first, "0 s", "again")
     later = offer(pool, "q", 1)
     assert [ids(take(pool, "q", "w1")) for _ in range(3)] == [first, later, []]
 
 
-def test_who_takes_a_piece_of_what_lapsed_keeps_nobody_from_speaking_about_the_rest(
+def test_a_worker_that_receives_some_expired_messages_blocks_no_outcome_of_the_others(
     pool: Connection, own_dsn: str
 ) -> None:
     sent = offer(pool, "q", 9)
@@ -243,7 +247,7 @@ def test_messages_that_were_only_rejected_are_delivered_together_at_their_last_a
     assert ids(take(pool, "q")) == later
 
 
-def test_what_was_acked_before_the_lapse_stays_acked_for_the_old_holder(pool: Connection) -> None:
+def test_messages_acked_before_the_lease_expired_stay_acked(pool: Connection) -> None:
     sent = offer(pool, "q", 2)
     old = take(pool, "q", "w1")[0].batch_id
     outcome(pool, "ack", old, sent[:1])
@@ -252,7 +256,9 @@ def test_what_was_acked_before_the_lapse_stays_acked_for_the_old_holder(pool: Co
     assert outcome(pool, "ack", old, sent) == {sent[0]: "settled already", sent[1]: LOST}
 
 
-def test_a_message_handed_back_and_taken_again_by_the_same_worker_has_a_new_token(pool: Connection) -> None:
+def test_a_message_released_and_received_again_by_the_same_worker_has_a_new_batch_id(
+    pool: Connection,
+) -> None:
     sent = offer(pool, "q", 1)
     old = take(pool, "q", "w1")[0].batch_id
     move_clock(pool, "1 minute")
@@ -276,7 +282,7 @@ def test_extending_adds_to_the_deadline_and_never_shrinks_it(pool: Connection) -
     assert ids(take(pool, "q", "w2")) == sent
 
 
-def test_extending_says_how_many_messages_are_still_held(pool: Connection) -> None:
+def test_extending_returns_how_many_messages_are_still_leased(pool: Connection) -> None:
     sent = offer(pool, "q", 5)
     batch = take(pool, "q", "w1")[0].batch_id
     outcome(pool, "ack", batch, sent[:1])
@@ -346,7 +352,7 @@ def test_compaction_does_not_forget_of_what_a_batch_consists_that_came_again(
 
 
 @pytest.mark.parametrize("how", ["release", "set_visibility", "reclaim"])
-def test_a_batch_handed_back_is_available_at_once_with_its_count(pool: Connection, how: str) -> None:
+def test_a_released_batch_is_available_at_once_with_its_receive_count(pool: Connection, how: str) -> None:
     sent = offer(pool, "q", 3)
     for delivery in (1, 2, 3):
         batch = take(pool, "q", f"w{delivery}", timeout="1 day")
@@ -362,7 +368,7 @@ def test_a_batch_handed_back_is_available_at_once_with_its_count(pool: Connectio
             assert value(pool, "select pgque.reclaim('q', 'c')") == 1
 
 
-def test_part_of_a_batch_is_handed_back(pool: Connection) -> None:
+def test_part_of_a_batch_is_released(pool: Connection) -> None:
     sent = offer(pool, "q", 4)
     batch = take(pool, "q", "w1", timeout="1 day")[0].batch_id
     assert release(pool, batch, [sent[1], sent[3], 10**9]) == 2
@@ -372,7 +378,9 @@ def test_part_of_a_batch_is_handed_back(pool: Connection) -> None:
     assert found[sent[0]] is None and found[sent[1]] is not None
 
 
-def test_a_batch_handed_back_and_not_taken_is_still_good_or_reported(pool: Connection) -> None:
+def test_a_released_batch_that_nobody_received_can_still_be_acked_or_its_loss_is_reported(
+    pool: Connection,
+) -> None:
     sent = offer(pool, "q", 2)
     batch = take(pool, "q", "w1")[0].batch_id
     release(pool, batch)
@@ -382,7 +390,7 @@ def test_a_batch_handed_back_and_not_taken_is_still_good_or_reported(pool: Conne
     assert again == [i for i in sent if result[i] is not None]
 
 
-def test_reclaiming_spares_batches_that_were_handed_out_lately(pool: Connection) -> None:
+def test_reclaim_leaves_batches_that_were_delivered_lately(pool: Connection) -> None:
     sent = offer(pool, "q", 4)
     old = take(pool, "q", "w1", 2, "1 day")
     move_clock(pool, "10 minutes")

@@ -245,7 +245,7 @@ def handed_out(conn: Connection, calls: int = 5, size: int = 100) -> int:
     return sum(len(take(conn, "q", f"w{n}", size, "1 day")) for n in range(calls))
 
 
-def test_no_more_than_the_limit_is_handed_out_in_a_second(pool: Connection) -> None:
+def test_no_more_than_the_limit_is_delivered_in_a_second(pool: Connection) -> None:
     configure(pool, "q", throughput_limit=10)
     offer(pool, "q", 100)
     stop_clock(pool, 0)

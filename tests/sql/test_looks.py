@@ -96,7 +96,7 @@ def test_a_queue_in_which_nothing_happens_is_not_looked_at_again(loop: Loop) -> 
     assert [loop.look() for _ in range(3)] == [0, 0, 0]
 
 
-def test_what_is_sent_is_ticked_at_the_next_look(quiet: Connection, loop: Loop) -> None:
+def test_a_sent_message_is_ticked_at_the_next_check(quiet: Connection, loop: Loop) -> None:
     for _ in range(3):
         sent = send(quiet, "q")
         assert loop.look() == 1
@@ -154,7 +154,7 @@ def test_a_savepoint_that_is_taken_back_leaves_a_writer_that_may_send_again(
     loop.settle()
 
 
-def test_what_is_rolled_back_leaves_nothing_to_look_at(
+def test_rolled_back_sends_leave_nothing_to_check(
     quiet: Connection, loop: Loop, transaction: Callable[..., Connection]
 ) -> None:
     writer = transaction("read committed", quiet.info.dsn)
@@ -386,7 +386,7 @@ def test_a_queue_that_is_dropped_is_forgotten(quiet: Connection, loop: Loop) -> 
 
 
 @pytest.mark.slow
-def test_the_loop_serves_every_one_of_more_queues_than_it_looks_at_together(own: Connection) -> None:
+def test_the_loop_serves_every_one_of_more_queues_than_it_checks_together(own: Connection) -> None:
     for number in range(1, 512):
         value(own, "select pgque.create_queue(%s)", f"q{number}")
     unserved = "select count(*) from pgque.get_queue_info() i where i.ev_new > 0"

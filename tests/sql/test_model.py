@@ -25,7 +25,7 @@ def prepared(own_dsn: str) -> Iterator[bench.Bench]:
 
 @pytest.mark.slow  # random calls beside a model
 @pytest.mark.timeout(600)
-def test_any_calls_of_consumers_answer_as_the_model_says(prepared: bench.Bench) -> None:
+def test_any_calls_of_consumers_agree_with_the_model(prepared: bench.Bench) -> None:
     class Machine(Consumers):
         bench = prepared
 
@@ -35,7 +35,7 @@ def test_any_calls_of_consumers_answer_as_the_model_says(prepared: bench.Bench) 
 
 @pytest.mark.slow  # random calls beside a model
 @pytest.mark.timeout(600)
-def test_any_calls_of_workers_answer_as_the_model_says(prepared: bench.Bench) -> None:
+def test_any_calls_of_workers_agree_with_the_model(prepared: bench.Bench) -> None:
     class Machine(Workers):
         bench = prepared
 

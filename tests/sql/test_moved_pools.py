@@ -64,7 +64,9 @@ def test_seeking_is_for_consumers_on_their_own(pool: Connection, start: int) -> 
     assert ack(pool, first[0].batch_id) == 1
 
 
-def test_what_is_done_comes_again_to_a_pool_that_is_moved_back(pool: Connection, start: int) -> None:
+def test_acknowledged_messages_are_redelivered_to_a_pool_that_is_moved_back(
+    pool: Connection, start: int
+) -> None:
     sent = offer(pool, "q", 5)
     assert ids(work_off(pool, "q", count=2)) == sent
     move(pool, start)
@@ -89,7 +91,7 @@ def test_a_batch_that_was_open_when_its_pool_was_moved_back_is_still_its_workers
     assert work_off(pool, "q") == []
 
 
-def test_a_message_that_waits_for_its_retry_and_comes_again_from_the_log_is_not_handed_out_twice_at_once(
+def test_a_message_with_a_pending_retry_that_is_delivered_from_the_log_again_is_not_leased_twice_at_once(
     pool: Connection, start: int
 ) -> None:
     sent = offer(pool, "q", 4)
@@ -162,7 +164,7 @@ def test_two_batches_with_one_message_end_in_one_delivery_or_more_but_never_in_n
 
 @pytest.mark.parametrize("first", ["the old holder acks", "the new holder fails"])
 @pytest.mark.parametrize("how", ["nack", "release", "lapse"])
-def test_a_message_that_fails_after_a_move_back_comes_again_though_its_old_holder_acks_it(
+def test_a_message_that_fails_after_a_move_back_is_redelivered_though_its_earlier_worker_acks_it(
     pool: Connection, start: int, how: str, first: str
 ) -> None:
     (sent,) = offer(pool, "q", 1)
@@ -215,7 +217,7 @@ def test_a_pool_with_keyed_order_keeps_it_after_a_move_back(own: Connection) -> 
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
-def test_moving_back_waits_for_a_hand_out_that_is_not_committed(
+def test_moving_back_waits_for_a_delivery_that_is_not_committed(
     pool: Connection, pair: Pair, start: int, end: str
 ) -> None:
     sent = offer(pool, "q", 4)
@@ -285,7 +287,7 @@ def test_a_dead_letter_of_a_pool_that_was_moved_back_is_requeued_once(pool: Conn
     assert work_off(pool, "q") == []
 
 
-def test_a_dead_letter_that_is_requeued_while_its_message_is_held_comes_again(
+def test_a_dead_letter_that_is_requeued_while_its_message_is_leased_is_redelivered(
     pool: Connection, start: int
 ) -> None:
     configure(pool, "q", max_receive_attempts=2)

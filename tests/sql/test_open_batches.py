@@ -122,7 +122,7 @@ def test_a_batch_in_which_nothing_is_left_is_not_given_to_another_subconsumer(ow
     assert column(own, EVENTS, again) == sent
 
 
-def test_an_ack_sees_a_batch_that_was_shelved_while_the_journal_turned(
+def test_an_ack_sees_a_batch_that_moved_to_the_retry_queue_while_the_journal_rotated(
     own: Connection, own_dsn: str, connect: Callable[..., Connection], transaction: Callable[..., Connection]
 ) -> None:
     for queue in ("q", "other"):

@@ -434,7 +434,7 @@ def choose(rng: random.Random, delivered: bool, last_tick: int) -> tuple[str, Ca
     return what, calls[what]
 
 
-def test_any_calls_are_answered_alike_whether_deliveries_are_ordinary_or_not(
+def test_any_calls_have_the_same_results_whether_deliveries_are_ordinary_or_not(
     own_dsn: str, connect: Callable[..., Connection]
 ) -> None:
     seed = int(os.environ.get("PGQUE_SEED") or random.SystemRandom().randrange(10**9))

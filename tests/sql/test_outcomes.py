@@ -126,7 +126,7 @@ def test_maintenance_judges_what_no_worker_comes_for(pool: Connection) -> None:
     assert ack(pool, token) == 0
 
 
-def test_maintenance_gives_a_lapsed_message_that_has_attempts_left_to_the_next_worker(
+def test_maintenance_leaves_an_expired_message_that_has_attempts_to_the_next_worker(
     pool: Connection,
 ) -> None:
     sent = offer(pool, "q", 2)
@@ -210,7 +210,7 @@ def test_held_messages_are_listed_as_failed_requeued_on_demand_and_not_purged(po
     assert [(m.msg_id, m.receive_count, m.retry_count) for m in take(pool, "q")] == [(sent, 1, 0)]
 
 
-def test_what_a_consumer_on_its_own_has_settled_is_not_processing(own: Connection) -> None:
+def test_messages_that_a_consumer_on_its_own_acked_are_not_processing(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")
     acked, nacked, dead, left = offer(own, "q", 4)

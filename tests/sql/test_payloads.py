@@ -70,7 +70,7 @@ def check(message: Message, msg_id: int, body: Any) -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_body_survives_retry_lapse_release_dead_letter_requeue_and_archive(
+def test_a_body_survives_retry_expired_lease_release_dead_letter_requeue_and_archive(
     pool: Connection, name: str
 ) -> None:
     body = BODIES[name]
@@ -189,7 +189,7 @@ def test_headers_that_are_no_object_are_refused_or_kept(pool: Connection, header
     assert take(pool, "q")[0].headers == json.loads(headers)
 
 
-def test_send_idem_answers_with_the_first_id_while_its_window_lasts(pool: Connection) -> None:
+def test_send_idem_returns_the_first_id_within_its_ttl(pool: Connection) -> None:
     call = "select event_id, deduped from pgque.send_idem('q', 't', %s::text, %s, '1 hour')"
     ((first, deduped),) = rows(pool, call, "a", "i")
     assert deduped is False

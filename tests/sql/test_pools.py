@@ -162,7 +162,7 @@ def test_the_timeout_of_a_call_wins_over_the_queues_and_that_over_the_default(po
     assert ids(take(pool, "q", "w4", timeout="1 day")) == sent[1:2]
 
 
-def test_a_message_that_was_not_handed_out_was_not_received(pool: Connection) -> None:
+def test_a_message_that_was_not_delivered_has_no_receive_count(pool: Connection) -> None:
     sent = offer(pool, "q", 4)
     take(pool, "q", "w1", 1)
     for _ in range(3):

@@ -159,7 +159,7 @@ def test_who_receives_while_a_queue_is_purged_gets_what_is_left(
 
 
 @ENDS
-def test_a_purge_takes_away_what_was_just_handed_out(pool: Connection, pair: Pair, end: str) -> None:
+def test_a_purge_removes_messages_that_were_just_delivered(pool: Connection, pair: Pair, end: str) -> None:
     sent = offer(pool, "q", 4)
     pair.one.execute("savepoint before")
     batch = take(pair.one, "q", "w1", 2, "1 day")
@@ -261,7 +261,7 @@ def test_purged_messages_are_in_no_window_any_more(
     works(pool)
 
 
-def test_who_subscribes_with_a_snapshot_older_than_a_purge_is_told_to_retry(
+def test_a_subscribe_with_a_snapshot_older_than_a_purge_gets_40001(
     pool: Connection, transaction: Callable[..., Connection]
 ) -> None:
     offer(pool, "q", 3)

@@ -204,7 +204,7 @@ def test_a_right_to_a_queue_is_that_right_and_to_that_queue(
     assert state(conn, other) == before
 
 
-def test_a_queue_without_a_right_and_one_that_is_not_are_told_apart_by_nothing(
+def test_a_queue_without_a_right_and_one_that_does_not_exist_give_the_same_error(
     conn: Connection, one: str, other: str, nobody: Any, user: Connection
 ) -> None:
     grant(conn, one, nobody.name, "admin")
@@ -241,7 +241,7 @@ def answer_in_full(connection: Connection, call: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("collation", COLLATIONS)
-def test_no_collation_of_an_argument_tells_a_queue_without_a_right_from_one_that_is_not(
+def test_no_collation_of_an_argument_distinguishes_a_queue_without_a_right_from_one_that_does_not_exist(
     conn: Connection, one: str, other: str, nobody: Any, user: Connection, collation: str
 ) -> None:
     """Of every function that takes a queue's name; the context of the error counts too."""

@@ -79,7 +79,7 @@ def test_queues_come_and_go_while_others_have_long_transactions(
         "insert into pgque.sink_bulk (queue, payload) values ('q', 'x')",
     ],
 )
-def test_a_send_that_waits_for_a_drop_says_that_the_queue_is_gone(
+def test_a_send_that_waits_for_a_drop_fails_with_queue_not_found(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],
@@ -319,7 +319,7 @@ def test_a_drop_that_is_refused_waits_for_nobody(
     "options", ["key => 'k'", "ttl => '1 hour'", "delay => '1 hour'", "delay => '1 hour', key => 'k'"]
 )
 @pytest.mark.parametrize("used", [True, False])
-def test_a_send_with_options_that_meets_a_drop_says_that_the_queue_is_gone(
+def test_a_send_with_options_that_meets_a_drop_fails_with_queue_not_found(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],

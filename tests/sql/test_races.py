@@ -93,7 +93,7 @@ def test_an_ack_meets_the_first_tick_after_a_restore_and_counts(
     assert ids(work_off(pool, "q", "w2")) == ([] if whole else sent[2:])
 
 
-def test_an_open_ack_whose_lease_lapses_keeps_nobody_from_other_messages(
+def test_an_uncommitted_ack_whose_lease_expires_blocks_no_other_messages(
     pool: Connection, pair: Pair, own_dsn: str
 ) -> None:
     first = offer(pool, "q", 2)
@@ -146,7 +146,7 @@ def held_again(pool: Connection, count: int) -> list[Message]:
 @pytest.mark.parametrize(
     ("how", "turns"), [("nack", 0), ("ack", 0), ("dead", 0), ("archive", 0), ("release", 0), ("nack", 3)]
 )
-def test_what_a_holder_was_told_is_lost_is_not_acked_with_the_rest(
+def test_a_message_that_an_ack_returned_as_lost_is_not_acked_with_the_rest(
     pool: Connection, pair: Pair, how: str, turns: int
 ) -> None:
     """It was, and so nobody's, if the other transaction then let go of it: the nack had not counted."""
@@ -229,7 +229,7 @@ def test_judging_by_maintenance_meets_an_extension(pool: Connection, pair: Pair)
 
 @OLD
 @pytest.mark.parametrize("how", ["ack", "ids", "nack", "dead"])
-def test_a_transaction_with_a_snapshot_of_its_own_settles_a_batch(
+def test_a_transaction_with_its_own_snapshot_gives_outcomes(
     pool: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str, how: str
 ) -> None:
     sent = offer(pool, "q", 2)
@@ -249,7 +249,7 @@ def test_a_transaction_with_a_snapshot_of_its_own_settles_a_batch(
 
 
 @OLD
-def test_a_snapshot_older_than_the_hand_out_settles_it_or_says_why_not(
+def test_a_snapshot_older_than_the_delivery_acks_it_or_gets_the_reason_why_not(
     pool: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
 ) -> None:
     stale = transaction(isolation, own_dsn)

@@ -798,7 +798,7 @@ def test_a_seek_moves_forward_only_unless_it_is_forced(conn: Connection, subscri
     assert seek(conn, subscribed, t[3]) == t[3]
 
 
-def test_a_seek_to_a_time_delivers_all_that_was_sent_since_and_says_what_is_no_longer_there(
+def test_a_seek_to_a_time_delivers_all_messages_since_and_names_the_earliest_time_that_is_stored(
     conn: Connection, subscribed: str
 ) -> None:
     move = "select pgque.seek_to_time(%s, %s, %s)"
@@ -907,7 +907,7 @@ def test_a_stream_subscribes_its_consumer_once_and_returns_where_it_stands(
     assert open_stream(conn, queue, "by id", "latest") == t[3]
 
 
-def test_a_second_stream_of_one_consumer_is_told_who_has_it(
+def test_a_second_stream_of_one_consumer_gets_an_error_that_names_the_session_of_the_first(
     conn: Connection, connect: Callable[..., Connection], new_queue: Callable[..., str], reader: Any, wait_until: Callable[..., None]
 ) -> None:  # fmt: skip
     queue, other = new_queue("stream %s \"x\" 'y'"), new_queue()
@@ -1099,7 +1099,7 @@ def test_many_messages_die_at_once_in_the_order_asked(conn: Connection, subscrib
     assert dict(found) == {i: f"r{i}" for i in sent}
 
 
-def test_two_who_bury_one_message_bury_it_once(
+def test_two_sessions_that_give_up_one_message_make_one_dead_letter(
     conn: Connection, subscribed: str, transaction: Callable[..., Connection], background: Callable[..., Any],
     wait_for_lock: Callable[..., None],
 ) -> None:  # fmt: skip

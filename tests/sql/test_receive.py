@@ -28,7 +28,7 @@ from sql.helpers import (
 )
 
 
-def test_an_open_batch_comes_again_with_its_id_and_messages_whatever_max_return_says(
+def test_an_open_batch_is_redelivered_with_its_id_and_messages_whatever_max_return_is(
     conn: Connection, subscribed: str
 ) -> None:
     send_many(conn, subscribed, 10)

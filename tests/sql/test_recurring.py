@@ -630,7 +630,7 @@ def test_runs_leave_no_dead_rows_and_their_journal_is_emptied(new_year: Connecti
     assert {name: after[name] for name in names} == {name: before.get(name, 0) for name in names}
 
 
-def test_the_loop_is_told_when_the_first_is_due(new_year: Connection) -> None:
+def test_the_loop_knows_when_the_first_is_due(new_year: Connection) -> None:
     def due() -> str | None:
         result: str | None = value(new_year, "select pgque._recurring_at()::text")
         return result

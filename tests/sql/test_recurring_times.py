@@ -88,7 +88,7 @@ def random_cron(dice: random.Random) -> str:
 
 
 @pytest.mark.slow
-def test_a_thousand_random_expressions_run_when_croniter_says(conn: Connection) -> None:
+def test_a_thousand_random_expressions_run_at_the_times_of_croniter(conn: Connection) -> None:
     dice = random.Random(18)  # noqa: S311
     checked = 0
     while checked < 1000:

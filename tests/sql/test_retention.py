@@ -97,7 +97,7 @@ def test_what_a_worker_has_of_an_open_window_comes_to_no_other_when_retention_ru
 
 @pytest.mark.parametrize("policy", ["dead_letter", "drop"])
 @pytest.mark.parametrize(("keyed", "acked"), [(False, 8), (False, 16), (True, 16)])
-def test_what_a_consumer_has_acked_of_an_open_window_does_not_come_again(
+def test_messages_that_a_consumer_acked_of_an_open_window_are_not_redelivered(
     own: Connection, keyed: bool, acked: int, policy: str
 ) -> None:
     ready(own, "plain")
@@ -221,7 +221,7 @@ def test_what_waits_too_long_is_taken_away_in_parts(own: Connection) -> None:
     assert value(own, "select count(*) from pgque.dead_letter") == 15_000
 
 
-def test_what_lapsed_for_the_last_time_is_judged_in_parts(own: Connection) -> None:
+def test_messages_whose_last_lease_expired_are_given_up_in_parts(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     value(own, "select pgque.subscribe('q', 'c')")
     offer(own, "q", 12_000)

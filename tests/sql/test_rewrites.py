@@ -139,7 +139,7 @@ def test_addresses_that_two_sessions_noted_at_once_name_each_message_once(
 
 
 @pytest.mark.slow
-def test_workers_that_settle_and_take_while_no_addresses_are_known_get_each_message_once(
+def test_workers_that_ack_and_receive_while_no_addresses_are_known_get_each_message_once(
     pool: Connection, own_dsn: str, connect: Connect, background: Background
 ) -> None:
     configure(pool, "q", max_receive_attempts=1000, max_retries=1000)
@@ -175,7 +175,7 @@ def test_workers_that_settle_and_take_while_no_addresses_are_known_get_each_mess
 
 @pytest.mark.parametrize("rewriting", ["vacuum full", "cluster"])
 @pytest.mark.parametrize("how", OUTCOMES)
-def test_a_rewritten_table_between_a_hand_out_and_its_outcome_changes_nothing(
+def test_a_rewritten_table_between_a_delivery_and_its_outcome_changes_nothing(
     pool: Connection, own_dsn: str, connect: Connect, how: str, rewriting: str
 ) -> None:
     sent = fill(pool, connect, own_dsn, 30)
@@ -197,7 +197,7 @@ def test_a_rewritten_table_between_a_hand_out_and_its_outcome_changes_nothing(
 
 @pytest.mark.parametrize("rewriting", ["vacuum full", "cluster"])
 @pytest.mark.parametrize("count", [30, 2300])
-def test_a_rewritten_table_between_two_hand_outs_of_a_window_loses_and_repeats_nothing(
+def test_a_rewritten_table_between_two_deliveries_of_a_window_loses_and_repeats_nothing(
     pool: Connection, own_dsn: str, connect: Connect, count: int, rewriting: str
 ) -> None:
     sent = fill(pool, connect, own_dsn, count)

@@ -402,7 +402,7 @@ def test_an_upgrade_keeps_the_rights_to_single_queues_and_drops_those_of_dropped
     )
 
 
-def test_a_transaction_that_is_older_than_the_upgrade_is_told_to_retry_and_not_that_it_has_no_right(
+def test_a_transaction_that_is_older_than_the_upgrade_gets_40001_and_not_42501(
     roles: Any, fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:
     install_earlier(fresh_dsn, "0.7.0")
@@ -427,7 +427,7 @@ def test_a_transaction_that_is_older_than_the_upgrade_is_told_to_retry_and_not_t
         send(other, "q")
 
 
-def test_grant_queue_of_an_owner_who_may_not_hand_out_roles_names_the_grant_that_lets_it(
+def test_grant_queue_of_an_owner_who_may_not_grant_roles_names_the_missing_grant(
     dsn: str, roles: Any, fresh_dsn: str
 ) -> None:
     """The roles belong to whoever installed first on this server."""

@@ -117,7 +117,7 @@ def filled(conn: Connection, other: Connection, **settings: int) -> int:
     return int(first)
 
 
-def test_a_session_looks_once_for_as_many_messages_as_there_is_room(
+def test_a_session_counts_the_depth_once_for_as_many_messages_as_there_is_room(
     pool: Connection, own_dsn: str, connect: Callable[..., Connection]
 ) -> None:
     for number in range(10):

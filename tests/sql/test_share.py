@@ -77,7 +77,7 @@ def test_a_consumer_on_its_own_gets_what_workers_had_leased_waiting_and_before_t
     assert ids(work_off(conn, queue_c)) == sent
 
 
-def test_a_batch_that_is_being_settled_keeps_workers_their_consumer(
+def test_unshare_is_refused_while_a_batch_is_being_acked(
     conn: Connection, queue_c: str, connect: Callable[..., Connection]
 ) -> None:
     offer(conn, queue_c, 2)
@@ -113,7 +113,7 @@ def test_subconsumers_and_keyed_order_keep_their_consumer(conn: Connection, queu
     refused("PQ011", value, conn, SHARE, queue, "nobody")
 
 
-def test_what_retention_has_locked_and_lets_go_of_is_handed_back_too(
+def test_share_consumer_releases_messages_that_retention_had_locked(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],

@@ -745,7 +745,7 @@ def test_a_part_that_came_out_of_a_dump_is_left_out_by_a_transaction_with_the_id
         assert insert(replay, "sink", part) == 0
 
 
-def test_a_part_that_was_written_is_left_out_whole_when_it_comes_again(
+def test_a_part_that_was_written_is_left_out_whole_when_it_is_written_again(
     conn: Connection, connect: Callable[..., Connection], subscribed: str
 ) -> None:
     first = [part_of(subscribed, p, 3, 1) for p in "abc"]
@@ -944,7 +944,7 @@ def test_a_twin_whose_snapshot_is_older_than_any_step_writes_nothing(
     assert set(sent_texts(ready, "q")) == {"before", "first", "newer"}
 
 
-def test_a_writer_that_asked_for_the_leaf_just_before_it_turned_stops_its_twins(
+def test_a_writer_that_asked_for_the_leaf_just_before_it_was_rotated_stops_its_twins(
     ready: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],
@@ -1920,7 +1920,7 @@ def test_an_epoch_that_finds_a_full_queue_stores_nothing_before_it_is_refused(
     assert value(conn, last, subscribed) == before
 
 
-def test_an_epoch_looks_its_queue_up_once(conn: Connection, subscribed: str) -> None:
+def test_an_epoch_reads_its_queue_once(conn: Connection, subscribed: str) -> None:
     count = 20_000
     attempt = stage(conn, subscribed, subscribed, numbers(count))
     scans = "select pg_stat_get_xact_numscans('pgque.queue_name_key'::regclass)"

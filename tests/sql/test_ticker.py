@@ -297,7 +297,7 @@ def test_the_loop_delivers_messages_retries_and_late_commits(
     loop.result(10)
 
 
-def test_stop_ends_the_loop_and_status_says_whether_it_runs(
+def test_stop_ends_the_loop_and_status_reports_whether_it_runs(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],
@@ -441,7 +441,7 @@ def test_a_queue_that_names_its_transaction_without_the_time_is_restored(own: Co
     assert drain(own, "q") == sent
 
 
-def test_a_paused_queue_that_was_restored_is_repaired_as_its_advice_says(own: Connection) -> None:
+def test_a_paused_queue_that_was_restored_is_repaired_by_the_advice_of_health(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     configure(own, "q", ticker_paused="true")
     own.execute("update pgque.queue set queue_xid = '7'")

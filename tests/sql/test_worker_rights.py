@@ -63,7 +63,7 @@ def tries_as(role: Any, queue: str, calls: list[str]) -> dict[str, str | None]:
 DENIED = "42501"
 
 
-def test_a_reader_receives_and_settles_and_does_nothing_else(started: str, reader: Any) -> None:
+def test_a_reader_receives_and_acknowledges_and_does_nothing_else(started: str, reader: Any) -> None:
     assert tries_as(reader, started, READ) == dict.fromkeys(READ)
     assert tries_as(reader, started, WRITE + OPERATE) == dict.fromkeys(WRITE + OPERATE, DENIED)
 
@@ -80,7 +80,7 @@ def test_an_operator_does_everything(started: str, admin: Any, conn: Connection)
     value(conn, "select pgque.drop_queue(%s, true)", started + "x")
 
 
-def test_a_role_is_told_its_rights(
+def test_a_role_sees_its_rights(
     conn: Connection, started: str, reader: Any, writer: Any, admin: Any, nobody: Any
 ) -> None:
     for role, rights in (

@@ -184,7 +184,7 @@ def test_no_text_of_a_user_becomes_markup_on_the_pages_that_need_few_rights_to_f
         conn.execute(sql.SQL("drop owned by {0}; drop role {0}").format(sql.Identifier(name)))
 
 
-def test_a_role_with_a_right_to_one_queue_cannot_tell_which_others_there_are(
+def test_a_role_with_a_right_to_one_queue_cannot_find_out_which_others_exist(
     browser: NewBrowser, roles: Roles, new_queue: Queues, conn: Connection
 ) -> None:
     own, other, absent = new_queue("mine"), new_queue("theirs_1"), "absent_1"

@@ -235,7 +235,7 @@ def test_pages_are_read_without_scripts(opened: Open, address: str, admin: Role,
     assert page.get_by_role("status").inner_text() == "1 requeued."
 
 
-def test_an_open_page_is_kept_up_to_date_and_says_when_it_is_not_or_belongs_to_another_login(
+def test_an_open_page_is_kept_up_to_date_and_shows_when_it_is_stale_or_of_another_login(
     opened: Open, address: str, admin: Role, reader: Role, queue: str, conn: Connection
 ) -> None:
     page = opened(address)

@@ -18,7 +18,7 @@ from support.pages import served
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", "127.0.0.1.example.org"])  # noqa: S104
-def test_it_listens_beyond_this_machine_only_with_tls_or_when_told_to(host: str) -> None:
+def test_it_listens_beyond_this_machine_only_with_tls_or_by_an_option(host: str) -> None:
     assert not is_loopback(host)
     done = CliRunner().invoke(main, ["web", "--dsn", "dbname=x", "--host", host])
     assert done.exit_code == 2
@@ -29,7 +29,7 @@ def test_loopback_needs_no_tls() -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
 
 
-def test_wrong_options_are_told(tmp_path: Path) -> None:
+def test_wrong_options_are_errors_with_a_hint(tmp_path: Path) -> None:
     cert = tmp_path / "cert.pem"
     cert.write_text("")
     for options, words in (

@@ -91,7 +91,7 @@ def test_a_server_that_asks_for_no_password_lets_nobody_in(
     app.close()  # type: ignore[attr-defined]
 
 
-def test_a_role_without_rights_and_a_database_without_pgque_are_told_so(
+def test_a_role_without_rights_and_a_database_without_pgque_get_an_error_with_a_hint(
     browser: NewBrowser, nobody: Role, writer: Role, reader: Role, tcp_dsn: str
 ) -> None:
     for role in (nobody, writer):
@@ -237,7 +237,7 @@ def test_after_login_the_page_that_was_asked_for_follows_and_no_other_site(
     assert page.url.path == "/"
 
 
-def test_every_answer_has_the_headers_that_browsers_need(browser: NewBrowser, reader: Role) -> None:
+def test_every_response_has_the_headers_that_browsers_need(browser: NewBrowser, reader: Role) -> None:
     b = browser(reader)
     for path in ("/", "/login", "/nothing", "/static/style.css", "/static/live.js", "/healthz", "/queue"):
         headers = b.client.get(path).headers
