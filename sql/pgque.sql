@@ -4703,6 +4703,9 @@ $$;
 -- Why FROM has commas in place of JOIN: a plan of a session keeps a list of all columns for
 -- each JOIN.  That made a third of its memory.
 --
+-- Why bitmap scans are off: a plan that is made while the journal has two rows of a consumer
+-- would sort them, and a session keeps the plan while they become thousands.
+--
 -- Tests switch ordinary deliveries off: set pgque.ordinary = off.
 
 -- Returns the newest position of a subscriber in a leaf, as a query; no row if another leaf
@@ -4753,7 +4756,7 @@ begin
         out idle boolean, out locked boolean, out sub int, out queue int, out attempts int, out lease interval,
         out looked timestamptz
       )
-      language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
+      language plpgsql set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
       declare
         v_now  timestamptz := pgque.clock();
       begin
@@ -4827,7 +4830,7 @@ begin
       create or replace function pgque._ordinary_%1$s_%2$s(
         p_sub int, p_max bigint, p_bytes bigint, p_worker text, p_lease interval, p_attempts int, p_queue text, p_looked timestamptz
       ) returns setof pgque.delivery
-      language plpgsql set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
+      language plpgsql set enable_seqscan = off set enable_bitmapscan = off set plan_cache_mode = force_generic_plan set jit = off as $body$
       declare
         v_now    timestamptz := pgque.clock();
         v_until  timestamptz := case when p_worker is null then 'infinity' else v_now + p_lease end;

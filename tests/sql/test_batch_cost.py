@@ -218,3 +218,28 @@ def test_a_worker_receives_without_reading_the_messages_that_wait_for_their_retr
             batch = take(pool, "q", count=1)
             assert len(take(pool, "q", count=1, ack_batch=batch[0].batch_id)) == 1
             assert value(pool, read) - before < MANY / 10
+
+
+def test_a_plan_of_a_young_journal_reads_one_position_when_the_journal_is_long(
+    own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    """Without statistics the planner expected two positions of a consumer, which it would sort."""
+    for consumer in ("earlier", "c"):
+        conn = connect(own_dsn)
+        if consumer == "earlier":
+            value(conn, "select pgque.create_queue('q')")
+
+        def work(conn: Connection = conn, consumer: str = consumer) -> None:
+            batch = take(conn, "q", consumer=consumer)
+            assert ack(conn, batch[0].batch_id) == 1
+
+        subscribe(conn, "q", consumer)
+        for _ in range(400):
+            offer(conn, "q")
+            work()
+    read = "select coalesce(idx_tup_fetch, 0)::int from pg_stat_xact_all_tables where relname = 'position_0'"
+    offer(conn, "q")
+    with conn.transaction():
+        before = value(conn, read)
+        work()
+        assert value(conn, read) - before <= 10
