@@ -15201,7 +15201,7 @@ $$;
 --   * 0: the batch is closed.  A worker's batch that was moved was closed too.
 --   * below 0: the end of its lease was moved, to set_until
 --   * above 2^62: the message id - 2^62 got its outcome in the retry queue
---   * from 2^62 + 2^61: the batch was moved to the retry queue
+--   * at least 2^62 + 2^61: the batch was moved to the retry queue
 --   * the highest: its worker got the answer that a message is lost
 create or replace function pgque._convert_outcome() returns trigger
 language plpgsql as $$
@@ -15637,7 +15637,7 @@ begin
     perform pgque._create_reader(v_queue.queue_id, false);
     begin
       -- Not pg_sequence_last_value(): its lock would stay.
-      execute format('select case when s.is_called then s.last_value else 0 end from %s s', v_queue.queue_tick_seq) into v_last;
+      execute format('select case when is_called then last_value else 0 end from %s', v_queue.queue_tick_seq) into v_last;
       perform setval(v_queue.queue_tick_seq, t.tick_id) from pgque._last_tick(v_queue) t where t.tick_id > v_last;
       perform pgque._undo_block();
     exception

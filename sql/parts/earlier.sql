@@ -115,7 +115,7 @@ $$;
 --   * 0: the batch is closed.  A worker's batch that was moved was closed too.
 --   * below 0: the end of its lease was moved, to set_until
 --   * above 2^62: the message id - 2^62 got its outcome in the retry queue
---   * from 2^62 + 2^61: the batch was moved to the retry queue
+--   * at least 2^62 + 2^61: the batch was moved to the retry queue
 --   * the highest: its worker got the answer that a message is lost
 create or replace function pgque._convert_outcome() returns trigger
 language plpgsql as $$

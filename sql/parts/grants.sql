@@ -275,7 +275,7 @@ begin
     perform pgque._create_reader(v_queue.queue_id, false);
     begin
       -- Not pg_sequence_last_value(): its lock would stay.
-      execute format('select case when s.is_called then s.last_value else 0 end from %s s', v_queue.queue_tick_seq) into v_last;
+      execute format('select case when is_called then last_value else 0 end from %s', v_queue.queue_tick_seq) into v_last;
       perform setval(v_queue.queue_tick_seq, t.tick_id) from pgque._last_tick(v_queue) t where t.tick_id > v_last;
       perform pgque._undo_block();
     exception

@@ -80,9 +80,10 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "handed out while its lease lived|unexpected 23505 .*position_",
         [
             (
-                "exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;",
-                "exit when (select s.sub_role from pgque.subscriber s where s.sub_id = sub.sub_id for key share) = sub.sub_role;",
+                "if pgque._lock_subscriber(sub.sub_id) <> sub.sub_role then",
+                "if (select s.sub_role from pgque.subscriber s where s.sub_id = sub.sub_id for key share) <> sub.sub_role then",
             ),
+            ("'normal' else 'pool' end\n    for no key update;", "'normal' else 'pool' end;"),
             ("          for no key update\n        ) h on true;", "        ) h on true;"),
         ],
     ),

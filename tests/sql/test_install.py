@@ -513,7 +513,7 @@ def test_outcomes_by_ids_that_wait_for_an_upgrade_are_of_these_messages_only(
     wait_for_lock: Callable[..., None],
     call: str,
 ) -> None:
-    install_earlier(fresh_dsn, EARLIER[-1])
+    install_earlier(fresh_dsn, THROUGH)
     own, waiting = connect(fresh_dsn), connect(fresh_dsn)
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")
