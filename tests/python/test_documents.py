@@ -27,7 +27,7 @@ PAGES = [*FROM_NOTHING, *DOCS]
 LINKED = [*PAGES, ROOT / "python" / "SPARK.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "sql").glob("*.md"))]
 
 # Of all pages that people write. A page that grows is a decision: another becomes shorter.
-WORDS = 28_900
+WORDS = 29_350
 
 # One more block that nobody runs is a decision: change the number together with the page.
 NOT_RUN = {
@@ -44,7 +44,7 @@ NOT_RUN = {
     "python/docs/ticker.md": 2,
     "python/docs/top.md": 1,
     "python/docs/tutorial.md": 1,
-    "python/docs/upgrade.md": 1,
+    "python/docs/upgrade.md": 2,
     "python/docs/web.md": 1,
     "python/docs/workers.md": 3,
 }
