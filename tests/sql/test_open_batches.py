@@ -144,6 +144,28 @@ def test_an_ack_sees_a_batch_that_moved_to_the_retry_queue_while_the_journal_rot
     assert len(sent) == 2
 
 
+def test_an_ack_sees_that_the_newest_of_501_batches_moved_to_the_retry_queue_before_a_compaction(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for consumer in ("c", "other"):
+        subscribe(own, "q", consumer)
+    offer(own, "q", 501)
+    batches = column(
+        own,
+        "select r.batch_id from generate_series(1, 501) n, lateral pgque.receive('q', 'c', 1, 'w' || n, '1 hour') r",
+    )
+    assert value(own, "select pgque.set_visibility(%s, '1 hour')", batches[-1]) == 1
+    own.execute("select pgque._rotate_journal(journal_cur) from pgque.journal")
+    first, second = (take(own, "q", "w", 1, consumer="other") for _ in range(2))
+    assert len(first) == 1
+    settling = connect(own_dsn, autocommit=False)  # so compaction locks the batches one by one
+    assert ack(settling, second[0].batch_id) == 1
+    value(own, "select pgque._compact_journal()")
+    assert ack(own, batches[-1]) == 1
+    assert value(own, "select count(*) from pgque.retry_queue") == 0
+
+
 def test_a_seek_that_waited_while_workers_came_leaves_them_their_batch(
     alone: Connection,
     own_dsn: str,

@@ -409,7 +409,9 @@ end
 $$;
 
 -- Copies the open batches of a consumer to the current leaf.  The caller holds the
--- subscriber's lock, so there are no new ones.
+-- subscriber's lock, so there are no new ones.  The newest is the first: its delivery may be
+-- in that leaf already, as the position, and whoever finds it there looks there for its
+-- outcomes (see _done_0).
 create or replace function pgque._copy_leases(p_sub pgque.subscriber, p_cur int) returns void
 language plpgsql as $$
 declare
@@ -418,7 +420,8 @@ begin
   foreach v_token in array pgque._try_lock_batches(p_sub, array(
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
-    where not pgque._is_copied(p_sub.sub_id, o.token, p_cur)), 500)
+    where not pgque._is_copied(p_sub.sub_id, o.token, p_cur)
+    order by o.token desc), 500)
   loop
     insert into pgque.position
     select (pgque._in_leaf(l, p_cur)).* from pgque._lease(p_sub.sub_id, v_token) l where l.pos_sub is not null
