@@ -394,6 +394,16 @@ def test_health_and_metrics_show_letters_that_have_waited_for_a_minute(graves: C
     assert rows(graves, check)[0][0] == "ok"
 
 
+def test_a_call_forwards_few_large_letters_since_no_queue_ticks_meanwhile(graves: Connection) -> None:
+    for _ in range(5):
+        value(graves, "select pgque.send('a', repeat('x', 400000))")
+    settle(graves, "a")
+    batch = take(graves, "a")
+    die(graves, batch[0].batch_id, ids(batch))
+    assert [value(graves, "select pgque._forward_letters()") for _ in range(3)] == [3, 2, None]
+    assert delivered(graves) == [("a", i) for i in ids(batch)]
+
+
 def test_a_letter_that_cannot_be_forwarded_does_not_keep_the_letters_of_other_queues(
     graves: Connection,
 ) -> None:

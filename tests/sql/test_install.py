@@ -121,6 +121,24 @@ def test_an_upgrade_removes_what_an_earlier_version_had_with_other_arguments(
     assert schema(fresh_dsn) == first
 
 
+def test_an_upgrade_statement_by_statement_is_refused_and_changes_nothing(
+    psql: str, own: Connection, own_dsn: str
+) -> None:
+    """Between two statements, calls would find no outcomes of batches, and deliver them again."""
+    current = value(own, "select pgque.version()")
+    own.execute(
+        "create or replace function pgque.version() returns text language sql immutable as $$ select '0.8.0'::text $$"
+    )
+    before = schema(own_dsn)
+    owner = psycopg.conninfo.make_conninfo(own_dsn, options=f"-c role={OWNER}" if OWNER else "")
+    refused = run_psql(psql, owner)
+    assert refused.returncode != 0
+    assert "needs one transaction" in refused.stderr and "option -1" in refused.stderr
+    assert schema(own_dsn) == before
+    assert run_psql(psql, owner, "-1").returncode == 0
+    assert value(own, "select pgque.version()") == current
+
+
 def test_an_install_that_is_rolled_back_leaves_nothing(fresh_dsn: str) -> None:
     with psycopg.connect(fresh_dsn) as connection:
         connection.execute(SOURCE)

@@ -20,6 +20,7 @@ from sql.helpers import (
     offer,
     outcome,
     post,
+    pump,
     receive,
     receive_coop,
     refused,
@@ -394,6 +395,21 @@ def test_what_is_delayed_counts_from_the_first_batch_on_though_nobody_subscribed
     refused("PQ003", value, conn, delayed, queue, 6, 6)
     assert len(value(conn, delayed, queue, 5, 5)) == 5
     refused("PQ003", value, conn, delayed, queue, 1, 1)
+
+
+def test_delayed_messages_count_in_the_depth_after_they_are_due(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    configure(own, "q", max_depth=5)
+    for _ in range(5):
+        post(own, "q", delay="1 hour")
+    forced_tick(own, "q")
+    subscribe(own, "q")
+    move_clock(own, "1 hour")
+    assert pump(own) == 5
+    refused("PQ003", send, own, "q")
+    tick(own, "q")
+    assert len(drain(own, "q")) == 5
+    assert len(send_many(own, "q", 5)) == 5
 
 
 def test_a_batch_with_keys_counts_the_queue_once_and_replaces_where_it_is_full(

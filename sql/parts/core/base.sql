@@ -2,6 +2,13 @@
 -- base: schema, roles, clock, errors
 -- ---------------------------------------------------------------------------
 
+-- The next statement sees this only if both are in one transaction.
+do $$
+begin
+  perform pg_catalog.set_config('pgque.one_transaction', 'on', true);
+end
+$$;
+
 do $$
 declare
   v_foreign  text;
@@ -92,6 +99,15 @@ begin
         message = format('this database has pgque %s, which is newer than %s of this file', pgque.version(), v_version),
         detail = 'Nothing was changed.',
         hint = format('Install sql/pgque.sql of version %s or later.', pgque.version());
+    end if;
+    -- Locks that the upgrade takes have to stay: calls between two of its statements would
+    -- take finished batches for open ones.
+    if pgque.version() <> v_version and coalesce(current_setting('pgque.one_transaction', true), '') <> 'on' then
+      raise exception using
+        errcode = 'no_active_sql_transaction',
+        message = format('the upgrade from pgque %s to %s needs one transaction', pgque.version(), v_version),
+        detail = 'Calls that run meanwhile would deliver acknowledged messages again. Nothing was changed.',
+        hint = 'psql -qv ON_ERROR_STOP=1 -1f pgque.sql, with the option -1; or execute the file between begin and commit.';
     end if;
   end if;
   foreach v_role in array array['pgque_reader', 'pgque_writer', 'pgque_admin', 'pgque_user'] loop

@@ -81,7 +81,8 @@ $$;
 
 -- Forwards the oldest dead letters to one queue.  If the queue of a letter names another
 -- dead_letter_queue by now, or none, as after a drop, the letter stays for good.  Near
--- max_depth each send counts messages, so that a call forwards few.
+-- max_depth each send counts messages, so that a call forwards few.  Large letters are
+-- few too, since no queue ticks meanwhile: those that begin in the first megabyte.
 create or replace function pgque._forward_letters_to(p_target int) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -94,14 +95,18 @@ begin
     v_most := least(v_most, pgque._room_left(v_target, 1));
     v_most := case when v_most < 1000 then least(v_most, 10) else v_most end;
   end if;
-  with found as materialized (
-    select d.dl_id, q.queue_name, (q.queue_dead_letter_queue = p_target and q.queue_drop_policy = 'dead_letter') is true as nominates
+  with locked as materialized (
+    select d.dl_id, q.queue_name, (q.queue_dead_letter_queue = p_target and q.queue_drop_policy = 'dead_letter') is true as nominates,
+      pgque._size(d.ev_data, d.ev_bytes, d.ev_headers) as bytes
     from pgque.dead_letter d
     join pgque.queue q on q.queue_id = d.dl_queue_id and not q.queue_restored
     where d.dl_forward = p_target
     order by d.dl_id
     limit v_most
     for update of d skip locked
+  ),
+  found as materialized (
+    select l.* from (select l.*, sum(l.bytes) over (order by l.dl_id) - l.bytes as before from locked l) l where l.before < 1000000
   ),
   kept as (
     update pgque.dead_letter d set dl_forward = null from found f where d.dl_id = f.dl_id and not f.nominates

@@ -196,9 +196,10 @@ begin
   from due d
   join pgque.queue q on q.queue_id = d.ev_queue;
   get diagnostics v_count = row_count;
-  -- This id is used for no message.  The loop sees by it that there is something to
-  -- tick.
-  perform pg_catalog.nextval(q.queue_event_seq), pgque._note_once(q.queue_id, 'moved') from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
+  -- Each of these messages enters the log under an old id, and takes an unused one too:
+  -- the loop sees by it that there is something to tick, and max_depth counts ids.
+  perform pgque._note_once(q.queue_id, 'moved') from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
+  perform pg_catalog.nextval(q.queue_event_seq) from pgque.queue q, pg_catalog.generate_series(1, v_count) where q.queue_id = p_queue_id;
   return v_count;
 end
 $$;
