@@ -198,8 +198,10 @@ language sql as $$ select 0 $$;
 -- Functions that have other names since 0.9 keep a copy under the name of before.
 do $$
 declare
-  v_copy  text;
+  v_copy    text;
+  v_before  text := current_setting('quote_all_identifiers');
 begin
+  perform set_config('quote_all_identifiers', 'off', true);
   for v_copy in
     select replace(pg_get_functiondef(p.oid), ' pgque.' || n.now || '(', ' pgque.' || n.earlier || '(')
     from (values
@@ -272,5 +274,6 @@ begin
   loop
     execute v_copy;
   end loop;
+  perform set_config('quote_all_identifiers', v_before, true);
 end
 $$;

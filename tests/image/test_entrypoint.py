@@ -222,7 +222,8 @@ def test_packages_and_images_have_the_extension_and_an_update_from_every_earlier
     subprocess.run(["sh", sql / "files.sh", tmp_path], check=True)
     [version] = re.findall(r"default_version *= *'(.*)'", (tmp_path / "pgque.control").read_text())
     previous = servers.REPOSITORY / "tests" / "sql" / "previous"
-    earlier = [path.name[len("pgque-") : -len(".sql.xz")] for path in previous.glob("pgque-*.sql.xz")]
+    # Upgrades start from 0.7.0.
+    earlier = [path.name[len("pgque-") : -len(".sql.xz")] for path in previous.glob("pgque-0.[7-9].*.sql.xz")]
     wanted = {f"pgque--{version}.sql", *(f"pgque--{each}--{version}.sql" for each in earlier)}
     assert wanted <= {path.name for path in tmp_path.glob("*.sql")}
     for path in tmp_path.glob("*.sql"):

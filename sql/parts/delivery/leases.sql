@@ -78,8 +78,10 @@ begin
   get diagnostics v_held = row_count;
   if v_state.place = 'log' then
     v_until := case when p_extend then greatest(v_state.until, v_now) else v_now end + p_span;
+    if p_extend then
+      perform pgque._record(p_batch, 'extended', array[v_state.extended + 1], v_until);   -- 40001 after another one that this snapshot does not show
+    end if;
     if p_extend and not pgque._old_snapshot() then
-      perform pgque._record(p_batch, 'extended', array[v_state.extended + 1], v_until);
       v_held := v_held + (v_state.lease).pos_done_count - v_state.settled;
     else
       -- A lease that may end earlier is checked in the retry queue.  And an old snapshot
