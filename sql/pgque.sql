@@ -40,6 +40,13 @@
 -- base: schema, roles, clock, errors
 -- ---------------------------------------------------------------------------
 
+-- The next statement sees this only if both are in one transaction.
+do $$
+begin
+  perform pg_catalog.set_config('pgque.one_transaction', 'on', true);
+end
+$$;
+
 do $$
 declare
   v_foreign  text;
@@ -130,6 +137,15 @@ begin
         message = format('this database has pgque %s, which is newer than %s of this file', pgque.version(), v_version),
         detail = 'Nothing was changed.',
         hint = format('Install sql/pgque.sql of version %s or later.', pgque.version());
+    end if;
+    -- Locks that the upgrade takes have to stay: calls between two of its statements would
+    -- take finished batches for open ones.
+    if pgque.version() <> v_version and coalesce(current_setting('pgque.one_transaction', true), '') <> 'on' then
+      raise exception using
+        errcode = 'no_active_sql_transaction',
+        message = format('the upgrade from pgque %s to %s needs one transaction', pgque.version(), v_version),
+        detail = 'Calls that run meanwhile would deliver acknowledged messages again. Nothing was changed.',
+        hint = 'psql -qv ON_ERROR_STOP=1 -1f pgque.sql, with the option -1; or execute the file between begin and commit.';
     end if;
   end if;
   foreach v_role in array array['pgque_reader', 'pgque_writer', 'pgque_admin', 'pgque_user'] loop
@@ -4003,16 +4019,20 @@ begin
   -- Both leaves in one statement: a row may move from one to the other, and be in both.
   select b.id, l.row,
     case when w.closed then null when (l.row).pos_fresh > 0 and not w.moved then 'log' else 'retry' end,
-    w.settled, w.extended, coalesce(w.until, (l.row).pos_until), w.lost
+    c.settled, c.extended, coalesce(c.until, (l.row).pos_until), w.lost
   from pg_catalog.unnest(p_batches) with ordinality b (id, n)
   cross join lateral (select p as row from pgque.position p where p.pos_batch = b.id and p.pos_sub + 0 = p_sub limit 1) l
   cross join lateral (
-    select coalesce(bool_or(s.set_what = 'closed'), false) as closed, coalesce(bool_or(s.set_what = 'moved'), false) as moved,
-      coalesce(bool_or(s.set_what = 'lost'), false) as lost, count(distinct s.set_ev_id) filter (where s.set_what = 'outcome') as settled,
-      coalesce(max(s.set_ev_id) filter (where s.set_what = 'extended'), 0) as extended, max(s.set_until) as until
+    select coalesce(bool_or(s.set_what = 'closed'), false) as closed, coalesce(bool_or(s.set_what = 'moved'), false) as moved, coalesce(bool_or(s.set_what = 'lost'), false) as lost
     from pgque.settled s
-    where s.set_batch = b.id
+    where s.set_batch = b.id and s.set_ev_id = 0
   ) w
+  -- A row for each message that has an outcome: of a closed batch they are not read.
+  cross join lateral (
+    select count(distinct s.set_ev_id) filter (where s.set_what = 'outcome') as settled, coalesce(max(s.set_ev_id) filter (where s.set_what = 'extended'), 0) as extended, max(s.set_until) as until
+    from pgque.settled s
+    where s.set_batch = b.id and s.set_ev_id > 0 and not w.closed
+  ) c
   order by b.n;
   get diagnostics v_count = row_count;
   if v_count < pg_catalog.cardinality(p_batches) and pgque._old_snapshot() then
@@ -4292,7 +4312,9 @@ end
 $$;
 
 -- Copies the open batches of a consumer to the current leaf.  The caller holds the
--- subscriber's lock, so there are no new ones.
+-- subscriber's lock, so there are no new ones.  The newest is the first: its delivery may be
+-- in that leaf already, as the position, and whoever finds it there looks there for its
+-- outcomes (see _done_0).
 create or replace function pgque._copy_leases(p_sub pgque.subscriber, p_cur int) returns void
 language plpgsql as $$
 declare
@@ -4301,7 +4323,8 @@ begin
   foreach v_token in array pgque._try_lock_batches(p_sub, array(
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
-    where not pgque._is_copied(p_sub.sub_id, o.token, p_cur)), 500)
+    where not pgque._is_copied(p_sub.sub_id, o.token, p_cur)
+    order by o.token desc), 500)
   loop
     insert into pgque.position
     select (pgque._in_leaf(l, p_cur)).* from pgque._lease(p_sub.sub_id, v_token) l where l.pos_sub is not null
@@ -6189,8 +6212,10 @@ begin
   get diagnostics v_held = row_count;
   if v_state.place = 'log' then
     v_until := case when p_extend then greatest(v_state.until, v_now) else v_now end + p_span;
+    if p_extend then
+      perform pgque._record(p_batch, 'extended', array[v_state.extended + 1], v_until);   -- 40001 after another one that this snapshot does not show
+    end if;
     if p_extend and not pgque._old_snapshot() then
-      perform pgque._record(p_batch, 'extended', array[v_state.extended + 1], v_until);
       v_held := v_held + (v_state.lease).pos_done_count - v_state.settled;
     else
       -- A lease that may end earlier is checked in the retry queue.  And an old snapshot
@@ -6512,9 +6537,10 @@ begin
   from due d
   join pgque.queue q on q.queue_id = d.ev_queue;
   get diagnostics v_count = row_count;
-  -- This id is used for no message.  The loop sees by it that there is something to
-  -- tick.
-  perform pg_catalog.nextval(q.queue_event_seq), pgque._note_once(q.queue_id, 'moved') from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
+  -- Each of these messages enters the log under an old id, and takes an unused one too:
+  -- the loop sees by it that there is something to tick, and max_depth counts ids.
+  perform pgque._note_once(q.queue_id, 'moved') from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
+  perform pg_catalog.nextval(q.queue_event_seq) from pgque.queue q, pg_catalog.generate_series(1, v_count) where q.queue_id = p_queue_id;
   return v_count;
 end
 $$;
@@ -6619,7 +6645,8 @@ $$;
 
 -- Forwards the oldest dead letters to one queue.  If the queue of a letter names another
 -- dead_letter_queue by now, or none, as after a drop, the letter stays for good.  Near
--- max_depth each send counts messages, so that a call forwards few.
+-- max_depth each send counts messages, so that a call forwards few.  Large letters are
+-- few too, since no queue ticks meanwhile: those that begin in the first megabyte.
 create or replace function pgque._forward_letters_to(p_target int) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -6632,14 +6659,18 @@ begin
     v_most := least(v_most, pgque._room_left(v_target, 1));
     v_most := case when v_most < 1000 then least(v_most, 10) else v_most end;
   end if;
-  with found as materialized (
-    select d.dl_id, q.queue_name, (q.queue_dead_letter_queue = p_target and q.queue_drop_policy = 'dead_letter') is true as nominates
+  with locked as materialized (
+    select d.dl_id, q.queue_name, (q.queue_dead_letter_queue = p_target and q.queue_drop_policy = 'dead_letter') is true as nominates,
+      pgque._size(d.ev_data, d.ev_bytes, d.ev_headers) as bytes
     from pgque.dead_letter d
     join pgque.queue q on q.queue_id = d.dl_queue_id and not q.queue_restored
     where d.dl_forward = p_target
     order by d.dl_id
     limit v_most
     for update of d skip locked
+  ),
+  found as materialized (
+    select l.* from (select l.*, sum(l.bytes) over (order by l.dl_id) - l.bytes as before from locked l) l where l.before < 1000000
   ),
   kept as (
     update pgque.dead_letter d set dl_forward = null from found f where d.dl_id = f.dl_id and not f.nominates
@@ -15284,8 +15315,10 @@ language sql as $$ select 0 $$;
 -- Functions that have other names since 0.9 keep a copy under the name of before.
 do $$
 declare
-  v_copy  text;
+  v_copy    text;
+  v_before  text := current_setting('quote_all_identifiers');
 begin
+  perform set_config('quote_all_identifiers', 'off', true);
   for v_copy in
     select replace(pg_get_functiondef(p.oid), ' pgque.' || n.now || '(', ' pgque.' || n.earlier || '(')
     from (values
@@ -15358,6 +15391,7 @@ begin
   loop
     execute v_copy;
   end loop;
+  perform set_config('quote_all_identifiers', v_before, true);
 end
 $$;
 -- ---------------------------------------------------------------------------

@@ -31,7 +31,13 @@ RENAMED = [
 ]
 
 # Python has no overloading, so the second form of ticker() has a name of its own.
-NOT_NAMED_AS_IN_SQL = {"ticker_all": "ticker"}
+NOT_NAMED_AS_IN_SQL = {
+    "ticker_all": "ticker",
+    # Names of the client from before 0.9.
+    "queue_config": "queue_settings",
+    "subscribe_subconsumer": "register_subconsumer",
+    "unsubscribe_subconsumer": "unregister_subconsumer",
+}
 
 
 def test_an_old_name_works_and_warns_with_the_new_one(dsn: str, client: pgque.PgqueClient) -> None:

@@ -120,16 +120,20 @@ begin
   -- Both leaves in one statement: a row may move from one to the other, and be in both.
   select b.id, l.row,
     case when w.closed then null when (l.row).pos_fresh > 0 and not w.moved then 'log' else 'retry' end,
-    w.settled, w.extended, coalesce(w.until, (l.row).pos_until), w.lost
+    c.settled, c.extended, coalesce(c.until, (l.row).pos_until), w.lost
   from pg_catalog.unnest(p_batches) with ordinality b (id, n)
   cross join lateral (select p as row from pgque.position p where p.pos_batch = b.id and p.pos_sub + 0 = p_sub limit 1) l
   cross join lateral (
-    select coalesce(bool_or(s.set_what = 'closed'), false) as closed, coalesce(bool_or(s.set_what = 'moved'), false) as moved,
-      coalesce(bool_or(s.set_what = 'lost'), false) as lost, count(distinct s.set_ev_id) filter (where s.set_what = 'outcome') as settled,
-      coalesce(max(s.set_ev_id) filter (where s.set_what = 'extended'), 0) as extended, max(s.set_until) as until
+    select coalesce(bool_or(s.set_what = 'closed'), false) as closed, coalesce(bool_or(s.set_what = 'moved'), false) as moved, coalesce(bool_or(s.set_what = 'lost'), false) as lost
     from pgque.settled s
-    where s.set_batch = b.id
+    where s.set_batch = b.id and s.set_ev_id = 0
   ) w
+  -- A row for each message that has an outcome: of a closed batch they are not read.
+  cross join lateral (
+    select count(distinct s.set_ev_id) filter (where s.set_what = 'outcome') as settled, coalesce(max(s.set_ev_id) filter (where s.set_what = 'extended'), 0) as extended, max(s.set_until) as until
+    from pgque.settled s
+    where s.set_batch = b.id and s.set_ev_id > 0 and not w.closed
+  ) c
   order by b.n;
   get diagnostics v_count = row_count;
   if v_count < pg_catalog.cardinality(p_batches) and pgque._old_snapshot() then
