@@ -21,6 +21,7 @@ from sql.helpers import (
     forced_tick,
     move_clock,
     nack_ids,
+    outcome,
     pump,
     receive,
     refused,
@@ -835,6 +836,22 @@ def test_a_seek_to_a_time_delivers_all_messages_since_and_names_the_earliest_tim
     refused("PQ001", value, conn, move, "no " + subscribed, "c", between)
     value(conn, "select pgque.register_subconsumer(%s, 'c', 'w', true)", subscribed)
     refused("PQ005", value, conn, move, subscribed, "c", "9999-01-01")
+
+
+@pytest.mark.parametrize("counts", [[4], [4, 2], [10]])
+def test_a_seek_to_the_tick_after_which_a_part_was_received_delivers_all_that_follows(
+    conn: Connection, subscribed: str, counts: list[int]
+) -> None:
+    t = ticks_of(conn, subscribed, [10])
+    for count in counts:
+        batch = receive(conn, subscribed, count=count)
+        if count == 4:
+            assert ack(conn, batch[0].batch_id) == 1
+        else:
+            outcome(conn, "ack", batch[0].batch_id, [batch[0].msg_id])
+    assert value(conn, "select pgque.seek_to_time(%s, 'c', now() - interval '1 hour')", subscribed) == t[0]
+    assert ack(conn, batch[0].batch_id) == 0
+    assert drain(conn, subscribed) == window(conn, subscribed, t[0], t[1])
 
 
 def test_a_seek_drops_an_open_batch_and_its_token_is_worth_nothing(conn: Connection, subscribed: str) -> None:

@@ -257,6 +257,7 @@ declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_queue     pgque.queue;
   v_position  pgque.position;
+  v_current   pgque.position;
   v_tick      bigint;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
@@ -270,8 +271,10 @@ begin
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
   perform pgque._need_alone(v_sub, $1, $2);
   v_position := pgque._position(v_sub.sub_id);
-  v_tick := (pgque._current_position(v_sub, v_position)).pos_tick;
-  if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
+  v_current := pgque._current_position(v_sub, v_position);
+  v_tick := v_current.pos_tick;
+  -- One that stands at the tick may have received a part of what follows.
+  if $3 is null or ($4 is not true and $3 > v_tick) or $4 and ($3 <> v_tick or v_current.pos_done_id is not null or v_current.pos_batch is not null) then
     perform pgque._promote_dead(v_sub, v_queue, v_tick, $3);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     -- The move of a running stream is no change by hand.
