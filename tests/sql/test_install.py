@@ -124,14 +124,17 @@ def test_an_upgrade_removes_what_an_earlier_version_had_with_other_arguments(
 def test_an_upgrade_statement_by_statement_is_refused_and_changes_nothing(
     psql: str, own: Connection, own_dsn: str
 ) -> None:
-    """Between two statements, calls would find no outcomes of batches, and deliver them again."""
+    """Between two statements, calls would find no outcomes of batches, and deliver them again. psql without options
+    goes on after an error, so that the session ends."""
     current = value(own, "select pgque.version()")
     own.execute(
         "create or replace function pgque.version() returns text language sql immutable as $$ select '0.8.0'::text $$"
     )
     before = schema(own_dsn)
     owner = psycopg.conninfo.make_conninfo(own_dsn, options=f"-c role={OWNER}" if OWNER else "")
-    refused = run_psql(psql, owner)
+    refused = subprocess.run(
+        [psql, "-X", "-d", owner, "-f", str(servers.SQL_FILE)], capture_output=True, text=True, check=False
+    )
     assert refused.returncode != 0
     assert "needs one transaction" in refused.stderr and "option -1" in refused.stderr
     assert schema(own_dsn) == before

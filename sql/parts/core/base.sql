@@ -137,6 +137,16 @@ begin
     create domain pgque.caller as name not null constraint caller_is_current_user check (value = current_user);
   end if;
   revoke usage on type pgque.caller from public;
+exception
+  when others then
+    -- Without a transaction, psql goes on with the next statement, unless ON_ERROR_STOP is
+    -- set.  Then nothing but the end of the session stops it.
+    if coalesce(current_setting('pgque.one_transaction', true), '') <> 'on' then
+      get stacked diagnostics v_hint = pg_exception_hint;
+      raise warning using message = 'pgque: nothing was changed: ' || sqlerrm, hint = v_hint;
+      perform pg_terminate_backend(pg_backend_pid());
+    end if;
+    raise;
 end
 $$;
 comment on domain pgque.caller is

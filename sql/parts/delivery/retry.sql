@@ -59,7 +59,7 @@ end
 $$;
 comment on function pgque.maint_retry_events() is
   'Moves delayed messages that are due into their queues, at most 10,000 of each queue, and dead letters into the queues that dead_letter_queue '
-  'names, at most 1,000 into each; the next tick delivers them. Retries of consumers that are '
+  'names, at most 1,000 or about a megabyte into each; the next tick delivers them. Retries of consumers that are '
   'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
   'Returns the number of messages that became due or were moved.';
 
