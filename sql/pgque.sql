@@ -175,6 +175,16 @@ begin
     create domain pgque.caller as name not null constraint caller_is_current_user check (value = current_user);
   end if;
   revoke usage on type pgque.caller from public;
+exception
+  when others then
+    -- Without a transaction, psql goes on with the next statement, unless ON_ERROR_STOP is
+    -- set.  Then nothing but the end of the session stops it.
+    if coalesce(current_setting('pgque.one_transaction', true), '') <> 'on' then
+      get stacked diagnostics v_hint = pg_exception_hint;
+      raise warning using message = 'pgque: nothing was changed: ' || sqlerrm, hint = v_hint;
+      perform pg_terminate_backend(pg_backend_pid());
+    end if;
+    raise;
 end
 $$;
 comment on domain pgque.caller is
@@ -6400,7 +6410,7 @@ end
 $$;
 comment on function pgque.maint_retry_events() is
   'Moves delayed messages that are due into their queues, at most 10,000 of each queue, and dead letters into the queues that dead_letter_queue '
-  'names, at most 1,000 into each; the next tick delivers them. Retries of consumers that are '
+  'names, at most 1,000 or about a megabyte into each; the next tick delivers them. Retries of consumers that are '
   'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
   'Returns the number of messages that became due or were moved.';
 
@@ -10790,6 +10800,7 @@ declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_queue     pgque.queue;
   v_position  pgque.position;
+  v_current   pgque.position;
   v_tick      bigint;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
@@ -10803,8 +10814,10 @@ begin
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
   perform pgque._need_alone(v_sub, $1, $2);
   v_position := pgque._position(v_sub.sub_id);
-  v_tick := (pgque._current_position(v_sub, v_position)).pos_tick;
-  if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
+  v_current := pgque._current_position(v_sub, v_position);
+  v_tick := v_current.pos_tick;
+  -- One that stands at the tick may have received a part of what follows.
+  if $3 is null or ($4 is not true and $3 > v_tick) or $4 and ($3 <> v_tick or v_current.pos_done_id is not null or v_current.pos_batch is not null) then
     perform pgque._promote_dead(v_sub, v_queue, v_tick, $3);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     -- The move of a running stream is no change by hand.
