@@ -182,6 +182,7 @@ exception
     if coalesce(current_setting('pgque.one_transaction', true), '') <> 'on' then
       get stacked diagnostics v_hint = pg_exception_hint;
       raise warning using message = 'pgque: nothing was changed: ' || sqlerrm, hint = v_hint;
+      perform set_config('role', 'none', true);   -- after SET ROLE, only the session's own role may do that
       perform pg_terminate_backend(pg_backend_pid());
     end if;
     raise;

@@ -229,7 +229,7 @@ class Actors:
 
 
 @pytest.mark.parametrize("keys", [False, True], ids=["plain", "keys"])
-@pytest.mark.parametrize("seed", [3, 9, 22])  # with which c gets something done
+@pytest.mark.parametrize("seed", [3, 9, 24])  # with which c gets something done
 def test_whatever_happens_each_message_is_read_once(
     conn: Connection, archived: str, connect: Connect, seed: int, keys: bool
 ) -> None:
