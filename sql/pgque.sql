@@ -3818,26 +3818,26 @@ begin
 end
 $$;
 
--- Returns from when on a delivery reads the retry queue.  Without this, each look at the
+-- Returns from when on a delivery reads the retry queue.  Otherwise each query of the
 -- messages that are due would pass the dead rows of all that were due before: while an old
 -- transaction is open, vacuum cannot remove them.
 --
--- The naive version remembers the time of the last look.  It loses messages:
+-- The naive version remembers the time of the last query.  It loses messages:
 --
 --   session 1: nack, so that message 1 is due at 12:00:10; the transaction stays open
---   session 2: looks at 12:00:20 for what is due, and finds nothing
+--   session 2: queries at 12:00:20 what is due, and finds nothing
 --   session 1: commits
---   result:    message 1 is due before the last look, and no later look finds it
+--   result:    message 1 is due before the last query, and no later query finds it
 --
--- The same happens if the clock is set back.  So a look begins a second before the one
--- before it, and after five seconds one look begins at the beginning again.  A message that
--- was committed more than a second after it was due waits for that look.
+-- The same happens if the clock is set back.  So a query begins a second before the one
+-- before it, and after five seconds one query begins at the beginning again.  A message that
+-- was committed more than a second after it was due waits for that query.
 --
--- p_due begins where the next looks begin, and ends when one is to read everything.
+-- p_due begins where the next queries begin, and ends when one is to read everything.
 create or replace function pgque._due_from(p_due tstzrange, p_now timestamptz) returns timestamptz
 language sql immutable as $$ select case when p_due @> p_now then pg_catalog.lower(p_due) else '-infinity' end $$;
 
--- Returns p_due after a look at p_now, which found p_first as the first message that is
+-- Returns p_due after a query at p_now, which found p_first as the first message that is
 -- due; null: none.
 create or replace function pgque._due_after(p_due tstzrange, p_now timestamptz, p_first timestamptz default null) returns tstzrange
 language sql stable as $$
@@ -4394,28 +4394,24 @@ language sql stable as $$
   cross join lateral (select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_consumer = c.co_id and s.sub_main is null offset 0) s
 $$;
 
--- Returns the subscriber for a queue and a consumer, without a lock, the current leaf
--- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
+-- Returns the subscriber for a queue and a consumer, without a lock.  Raises PQ001 or
 -- PQ011 if there is none.
-create or replace function pgque._find_subscriber(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
+create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_found  record;
   v_queue  pgque.queue;
 begin
-  select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
+  select s as sub, q.queue_restored into v_found
   from pgque.queue q
   cross join lateral pgque._subscriber_by_name(q.queue_id, p_consumer) s
-  cross join pgque.journal j
   where q.queue_name = p_queue collate pg_catalog."default"
     and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
   if not found then
     -- p_queue is a queue_uid, or the queue has got this name since that query began.  The
     -- next query finds the queue by its id, because the queue may have another name by then.
     v_queue := pgque._queue(p_queue, p_caller, 'consume');
-    select s as sub, j.journal_cur, v_queue.queue_archive_on_ack, v_queue.queue_restored into v_found
-    from pgque._subscriber_by_name(v_queue.queue_id, p_consumer) s
-    cross join pgque.journal j;
+    select s as sub, v_queue.queue_restored into v_found from pgque._subscriber_by_name(v_queue.queue_id, p_consumer) s;
     if not found then
       perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
         'Subscribe it first: select pgque.subscribe(queue, consumer);');
@@ -4424,14 +4420,9 @@ begin
   if v_found.queue_restored then
     perform pgque._need_loaded(q) from pgque.queue q where q.queue_id = (v_found.sub).sub_queue;
   end if;
-  sub := v_found.sub;
-  leaf := v_found.journal_cur;
-  archives := v_found.queue_archive_on_ack;
+  return v_found.sub;
 end
 $$;
-
-create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
-language sql as $$ select (pgque._find_subscriber(p_queue, p_consumer, p_caller)).sub $$;
 
 -- Locks a subscriber against its own other calls and returns its role.  A transaction
 -- with an old snapshot that does not show a change since fails with 40001.
@@ -4739,8 +4730,13 @@ $$;
 --
 -- Why bitmap scans are off: a plan that is made while the journal has two rows of a consumer
 -- would sort them, and a session keeps the plan while they become thousands.
---
--- Tests switch ordinary deliveries off: set pgque.ordinary = off.
+
+-- Returns whether this transaction may take the ordinary way, in a receive() and in an ack().
+-- Tests switch it off: set pgque.ordinary = off.
+create or replace function pgque._may_be_ordinary() returns boolean
+language sql stable as $$
+  select not pgque._old_snapshot() and coalesce(pg_catalog.current_setting('pgque.ordinary', true), '') <> 'off'
+$$;
 
 -- Returns the newest position of a subscriber in a leaf, as a query; no row if another leaf
 -- is written.
@@ -5002,8 +4998,7 @@ begin
     perform pgque._ack(pgque._batch_for(caller, $6));
   end if;
   if $3 >= 1 and ($4 is null or octet_length($4) between 1 and 1000) and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
-    and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') and current_setting('transaction_read_only') = 'off'
-    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
+    and pgque._may_be_ordinary() and current_setting('transaction_read_only') = 'off'
   then
     v_leaf := coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0);
     if v_leaf = 0 then
@@ -5160,7 +5155,7 @@ begin
   end if;
   while sub.sub_id is null loop
     perform pgque._need_max_return(p_max, p_queue);
-    sub := (pgque._find_subscriber(p_queue, p_consumer, p_caller)).sub;
+    sub := pgque._subscriber(p_queue, p_consumer, p_caller);
     if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
@@ -5191,7 +5186,7 @@ begin
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
       where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
-        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _may_be_poison() had it; + '0' keeps the planner from all that wait
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- its last attempt (see _may_be_poison); + '0' keeps the planner from all that wait
   into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
   due := v_found.due is not null;
@@ -5797,9 +5792,7 @@ begin
     and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
   if not found then
     return 0;
-  elsif not v_found.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
-    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
-  then
+  elsif not v_found.archives and pgque._may_be_ordinary() then
     if v_found.sub_role = 'pool' then
       -- As in _lock_batch().  An assignment runs no statement.
       v_held := pg_advisory_xact_lock_shared(hashtext('pgque.batches'), v_found.sub_queue) is not null and pg_advisory_xact_lock(p_batch) is not null;
@@ -15144,6 +15137,15 @@ create or replace function pgque._sift(
 )
 language sql as $$ select * from pgque._sift(p_queue, p_sub, p_pos, p_token, p_max, case when not p_whole then 0::bigint end) $$;
 
+-- For a receive() that was waiting for the consumer.
+create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
+language sql as $$
+  select s, j.journal_cur, q.queue_archive_on_ack
+  from pgque._subscriber(p_queue, p_consumer, p_caller) s
+  join pgque.queue q on q.queue_id = s.sub_queue
+  cross join pgque.journal j
+$$;
+
 -- For calls that were giving up messages.
 create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
 language sql as $$ select pgque._give_up(p_queue, p_sub, p_item, p_reason) $$;
@@ -15352,7 +15354,6 @@ begin
       ('_move_to_retry', '_shelve'),
       ('_collect_expired', '_reap'),
       ('_subscriber_by_name', '_named'),
-      ('_find_subscriber', '_find'),
       ('_begin_delivery', '_turn'),
       ('_limit_unused_since', '_paid_since'),
       ('_redeliver', '_again'),

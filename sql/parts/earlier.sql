@@ -13,6 +13,15 @@ create or replace function pgque._sift(
 )
 language sql as $$ select * from pgque._sift(p_queue, p_sub, p_pos, p_token, p_max, case when not p_whole then 0::bigint end) $$;
 
+-- For a receive() that was waiting for the consumer.
+create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
+language sql as $$
+  select s, j.journal_cur, q.queue_archive_on_ack
+  from pgque._subscriber(p_queue, p_consumer, p_caller) s
+  join pgque.queue q on q.queue_id = s.sub_queue
+  cross join pgque.journal j
+$$;
+
 -- For calls that were giving up messages.
 create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
 language sql as $$ select pgque._give_up(p_queue, p_sub, p_item, p_reason) $$;
@@ -221,7 +230,6 @@ begin
       ('_move_to_retry', '_shelve'),
       ('_collect_expired', '_reap'),
       ('_subscriber_by_name', '_named'),
-      ('_find_subscriber', '_find'),
       ('_begin_delivery', '_turn'),
       ('_limit_unused_since', '_paid_since'),
       ('_redeliver', '_again'),

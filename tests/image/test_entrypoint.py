@@ -18,6 +18,7 @@ import psycopg
 import pytest
 
 from pgque import embedded
+from pgque._encode import FLOOR, _numbers
 from support import processes, servers
 
 Wait = Callable[..., None]
@@ -222,8 +223,8 @@ def test_packages_and_images_have_the_extension_and_an_update_from_every_earlier
     subprocess.run(["sh", sql / "files.sh", tmp_path], check=True)
     [version] = re.findall(r"default_version *= *'(.*)'", (tmp_path / "pgque.control").read_text())
     previous = servers.REPOSITORY / "tests" / "sql" / "previous"
-    # Upgrades start from 0.7.0.
-    earlier = [path.name[len("pgque-") : -len(".sql.xz")] for path in previous.glob("pgque-0.[7-9].*.sql.xz")]
+    earlier = [path.name[len("pgque-") : -len(".sql.xz")] for path in previous.glob("pgque-*.sql.xz")]
+    earlier = [each for each in earlier if _numbers(each) >= FLOOR]
     wanted = {f"pgque--{version}.sql", *(f"pgque--{each}--{version}.sql" for each in earlier)}
     assert wanted <= {path.name for path in tmp_path.glob("*.sql")}
     for path in tmp_path.glob("*.sql"):

@@ -17,6 +17,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import pgque
+from pgque._encode import FLOOR, _numbers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INDEX = "python/docs/README.md"
@@ -55,7 +56,7 @@ def settings() -> str:
     earlier = {
         path.name.removeprefix("pgque-").removesuffix(".sql.xz"): lzma.decompress(path.read_bytes()).decode()
         for path in sorted((REPOSITORY / "tests" / "sql" / "previous").glob("pgque-*.sql.xz"))
-        if path.name != "pgque-0.4.3.sql.xz"  # those between are not kept, and upgrades start from 0.7.0
+        if _numbers(path.name.removeprefix("pgque-").removesuffix(".sql.xz")) >= FLOOR
     }
     page = f"# Settings\n{introduction}\n"
     for row in rows[1:]:

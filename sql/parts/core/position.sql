@@ -137,26 +137,26 @@ begin
 end
 $$;
 
--- Returns from when on a delivery reads the retry queue.  Without this, each look at the
+-- Returns from when on a delivery reads the retry queue.  Otherwise each query of the
 -- messages that are due would pass the dead rows of all that were due before: while an old
 -- transaction is open, vacuum cannot remove them.
 --
--- The naive version remembers the time of the last look.  It loses messages:
+-- The naive version remembers the time of the last query.  It loses messages:
 --
 --   session 1: nack, so that message 1 is due at 12:00:10; the transaction stays open
---   session 2: looks at 12:00:20 for what is due, and finds nothing
+--   session 2: queries at 12:00:20 what is due, and finds nothing
 --   session 1: commits
---   result:    message 1 is due before the last look, and no later look finds it
+--   result:    message 1 is due before the last query, and no later query finds it
 --
--- The same happens if the clock is set back.  So a look begins a second before the one
--- before it, and after five seconds one look begins at the beginning again.  A message that
--- was committed more than a second after it was due waits for that look.
+-- The same happens if the clock is set back.  So a query begins a second before the one
+-- before it, and after five seconds one query begins at the beginning again.  A message that
+-- was committed more than a second after it was due waits for that query.
 --
--- p_due begins where the next looks begin, and ends when one is to read everything.
+-- p_due begins where the next queries begin, and ends when one is to read everything.
 create or replace function pgque._due_from(p_due tstzrange, p_now timestamptz) returns timestamptz
 language sql immutable as $$ select case when p_due @> p_now then pg_catalog.lower(p_due) else '-infinity' end $$;
 
--- Returns p_due after a look at p_now, which found p_first as the first message that is
+-- Returns p_due after a query at p_now, which found p_first as the first message that is
 -- due; null: none.
 create or replace function pgque._due_after(p_due tstzrange, p_now timestamptz, p_first timestamptz default null) returns tstzrange
 language sql stable as $$

@@ -30,8 +30,13 @@
 --
 -- Why bitmap scans are off: a plan that is made while the journal has two rows of a consumer
 -- would sort them, and a session keeps the plan while they become thousands.
---
--- Tests switch ordinary deliveries off: set pgque.ordinary = off.
+
+-- Returns whether this transaction may take the ordinary way, in a receive() and in an ack().
+-- Tests switch it off: set pgque.ordinary = off.
+create or replace function pgque._may_be_ordinary() returns boolean
+language sql stable as $$
+  select not pgque._old_snapshot() and coalesce(pg_catalog.current_setting('pgque.ordinary', true), '') <> 'off'
+$$;
 
 -- Returns the newest position of a subscriber in a leaf, as a query; no row if another leaf
 -- is written.

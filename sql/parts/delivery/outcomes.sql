@@ -18,9 +18,7 @@ begin
     and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
   if not found then
     return 0;
-  elsif not v_found.archives and current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
-    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
-  then
+  elsif not v_found.archives and pgque._may_be_ordinary() then
     if v_found.sub_role = 'pool' then
       -- As in _lock_batch().  An assignment runs no statement.
       v_held := pg_advisory_xact_lock_shared(hashtext('pgque.batches'), v_found.sub_queue) is not null and pg_advisory_xact_lock(p_batch) is not null;

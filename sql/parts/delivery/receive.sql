@@ -36,8 +36,7 @@ begin
     perform pgque._ack(pgque._batch_for(caller, $6));
   end if;
   if $3 >= 1 and ($4 is null or octet_length($4) between 1 and 1000) and ($5 is null or $4 is not null and $5 > '0' and $5 <= '100 years')
-    and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') and current_setting('transaction_read_only') = 'off'
-    and coalesce(current_setting('pgque.ordinary', true), '') <> 'off'
+    and pgque._may_be_ordinary() and current_setting('transaction_read_only') = 'off'
   then
     v_leaf := coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0);
     if v_leaf = 0 then
@@ -194,7 +193,7 @@ begin
   end if;
   while sub.sub_id is null loop
     perform pgque._need_max_return(p_max, p_queue);
-    sub := (pgque._find_subscriber(p_queue, p_consumer, p_caller)).sub;
+    sub := pgque._subscriber(p_queue, p_consumer, p_caller);
     if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
@@ -225,7 +224,7 @@ begin
     sub.sub_role = 'pool' and exists (
       select from pgque.retry_queue r
       where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
-        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- as _may_be_poison() had it; + '0' keeps the planner from all that wait
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after + '0' > v_now) as alone   -- its last attempt (see _may_be_poison); + '0' keeps the planner from all that wait
   into v_found from pgque.queue q where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
   due := v_found.due is not null;

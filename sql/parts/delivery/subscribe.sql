@@ -12,28 +12,24 @@ language sql stable as $$
   cross join lateral (select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_consumer = c.co_id and s.sub_main is null offset 0) s
 $$;
 
--- Returns the subscriber for a queue and a consumer, without a lock, the current leaf
--- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
+-- Returns the subscriber for a queue and a consumer, without a lock.  Raises PQ001 or
 -- PQ011 if there is none.
-create or replace function pgque._find_subscriber(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
+create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_found  record;
   v_queue  pgque.queue;
 begin
-  select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
+  select s as sub, q.queue_restored into v_found
   from pgque.queue q
   cross join lateral pgque._subscriber_by_name(q.queue_id, p_consumer) s
-  cross join pgque.journal j
   where q.queue_name = p_queue collate pg_catalog."default"
     and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
   if not found then
     -- p_queue is a queue_uid, or the queue has got this name since that query began.  The
     -- next query finds the queue by its id, because the queue may have another name by then.
     v_queue := pgque._queue(p_queue, p_caller, 'consume');
-    select s as sub, j.journal_cur, v_queue.queue_archive_on_ack, v_queue.queue_restored into v_found
-    from pgque._subscriber_by_name(v_queue.queue_id, p_consumer) s
-    cross join pgque.journal j;
+    select s as sub, v_queue.queue_restored into v_found from pgque._subscriber_by_name(v_queue.queue_id, p_consumer) s;
     if not found then
       perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
         'Subscribe it first: select pgque.subscribe(queue, consumer);');
@@ -42,14 +38,9 @@ begin
   if v_found.queue_restored then
     perform pgque._need_loaded(q) from pgque.queue q where q.queue_id = (v_found.sub).sub_queue;
   end if;
-  sub := v_found.sub;
-  leaf := v_found.journal_cur;
-  archives := v_found.queue_archive_on_ack;
+  return v_found.sub;
 end
 $$;
-
-create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
-language sql as $$ select (pgque._find_subscriber(p_queue, p_consumer, p_caller)).sub $$;
 
 -- Locks a subscriber against its own other calls and returns its role.  A transaction
 -- with an old snapshot that does not show a change since fails with 40001.
