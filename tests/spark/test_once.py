@@ -283,7 +283,8 @@ dsn = os.environ["JOB_DSN"]
 
 def reach(name, here):
     if here == point:
-        print("REACHED", name, flush=True)
+        sys.stdout.write(f"REACHED {name}\n")  # in one piece: both streams print at once
+        sys.stdout.flush()
         time.sleep(600)
 
 def stream(name, database, insert):
