@@ -3564,10 +3564,22 @@ begin
 end
 $$;
 
--- Returns whether a window is so much bigger than a batch that a map is worth its cost.
+-- Returns how many events a window has at most that is read as a whole for each batch of
+-- p_max messages.  For a bigger one a map is worth its cost.
+create or replace function pgque._most_unmapped(p_max bigint) returns bigint
+language sql immutable as $$ select greatest(10 * p_max, 500) $$;
+
+-- Returns whether a window is bigger than that.
 create or replace function pgque._is_big(p_pos pgque.position, p_max bigint) returns boolean
 language sql immutable as $$
-  select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(10 * p_max, 500) and p_max is not null, false)
+  select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > pgque._most_unmapped(p_max) and p_max is not null, false)
+$$;
+
+-- Returns how many events the next window of a consumer shall have.  Workers share a
+-- window, so theirs is bigger than a batch.  It needs no map if its ticks allow that.
+create or replace function pgque._span(p_max bigint, p_worker text) returns bigint
+language sql immutable as $$
+  select case when p_worker is null then p_max else least(greatest(p_max, 1000), pgque._most_unmapped(p_max)) end
 $$;
 
 -- Creates a queue's readers: functions whose text names the queue's tables, so that a
@@ -4864,7 +4876,7 @@ begin
       declare
         v_now    timestamptz := pgque.clock();
         v_until  timestamptz := case when p_worker is null then 'infinity' else v_now + p_lease end;
-        v_span   bigint := case when p_worker is null then p_max else greatest(p_max, 1000) end;
+        v_span   bigint := pgque._span(p_max, p_worker);
       begin
         return query
         with w as materialized (
@@ -4886,7 +4898,7 @@ begin
             -- A consumer that was moved back may find an event and its retry in one window.
             and (p.tick < p.pos_high) is not true
             and (pg_catalog.cardinality(p.open) >= p.pos_prune) is not true
-            and case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end - p.event_seq <= greatest(10 * p_max, 500)   -- as in _is_big()
+            and case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end - p.event_seq <= pgque._most_unmapped(p_max)
         ),
         m as materialized (
           select e.ev_id, e.ev_key, e.ev_expires, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_type, e.ev_retry, e.ev_time,
@@ -5054,7 +5066,7 @@ begin
     exit when v_tried and clock_timestamp() > statement_timestamp() + least(nullif(current_setting('statement_timeout')::interval, '0') / 2, '10 seconds');
     v_tried := true;
     if v_pos.pos_next_tick is null then
-      v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
+      v_pos := pgque._open_window(v_pos, v_queue.queue_id, pgque._span($3, case when v_sub.sub_role = 'pool' then $4 end));
       exit when v_pos.pos_next_tick is null;
     end if;
     v_pos.pos_last_id := null;
@@ -5133,7 +5145,6 @@ $$;
 --   * open: an open batch, which is redelivered
 --   * due: whether messages may be due in the retry queue
 --   * room: how many messages it may deliver
---   * span: how many messages a window shall have
 --   * until: when the lease ends
 --   * changed: whether pos must be stored in any case
 --
@@ -5141,7 +5152,7 @@ $$;
 create or replace function pgque._begin_delivery(
   p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name, p_sub int,
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
-  out room bigint, out span bigint, out until timestamptz, out changed boolean
+  out room bigint, out until timestamptz, out changed boolean
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -5173,7 +5184,6 @@ begin
     end if;
   end loop;
   v_now := pgque.clock();
-  span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
   leaf := pgque._journal_leaf();
   pos := pgque._position(sub.sub_id, leaf);
   open := pgque._open_batch_of(sub, pos, p_worker, leaf);

@@ -202,6 +202,16 @@ def test_a_consumer_that_lags_by_many_ticks_reads_some_of_them(pool: Connection,
         assert ack(pool, batch[0].batch_id) == 1
 
 
+@pytest.mark.parametrize("count", [1, 10, 100])
+def test_a_backlog_is_delivered_in_the_ordinary_way(pool: Connection, worker: str | None, count: int) -> None:
+    for _ in range(3):
+        send_many(pool, "q", 300)
+        forced_tick(pool, "q")
+    batch: list[Message] = []
+    assert is_ordinary(pool, lambda: batch.extend(deliver(pool, worker, count)))
+    assert len(batch) == count
+
+
 # What an ack of a batch of three messages waits for: what the ack then returns, and how many are delivered again.
 WAITS: dict[str | None, dict[str, tuple[int, int]]] = {
     None: {

@@ -242,10 +242,22 @@ begin
 end
 $$;
 
--- Returns whether a window is so much bigger than a batch that a map is worth its cost.
+-- Returns how many events a window has at most that is read as a whole for each batch of
+-- p_max messages.  For a bigger one a map is worth its cost.
+create or replace function pgque._most_unmapped(p_max bigint) returns bigint
+language sql immutable as $$ select greatest(10 * p_max, 500) $$;
+
+-- Returns whether a window is bigger than that.
 create or replace function pgque._is_big(p_pos pgque.position, p_max bigint) returns boolean
 language sql immutable as $$
-  select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(10 * p_max, 500) and p_max is not null, false)
+  select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > pgque._most_unmapped(p_max) and p_max is not null, false)
+$$;
+
+-- Returns how many events the next window of a consumer shall have.  Workers share a
+-- window, so theirs is bigger than a batch.  It needs no map if its ticks allow that.
+create or replace function pgque._span(p_max bigint, p_worker text) returns bigint
+language sql immutable as $$
+  select case when p_worker is null then p_max else least(greatest(p_max, 1000), pgque._most_unmapped(p_max)) end
 $$;
 
 -- Creates a queue's readers: functions whose text names the queue's tables, so that a

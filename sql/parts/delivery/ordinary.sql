@@ -164,7 +164,7 @@ begin
       declare
         v_now    timestamptz := pgque.clock();
         v_until  timestamptz := case when p_worker is null then 'infinity' else v_now + p_lease end;
-        v_span   bigint := case when p_worker is null then p_max else greatest(p_max, 1000) end;
+        v_span   bigint := pgque._span(p_max, p_worker);
       begin
         return query
         with w as materialized (
@@ -186,7 +186,7 @@ begin
             -- A consumer that was moved back may find an event and its retry in one window.
             and (p.tick < p.pos_high) is not true
             and (pg_catalog.cardinality(p.open) >= p.pos_prune) is not true
-            and case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end - p.event_seq <= greatest(10 * p_max, 500)   -- as in _is_big()
+            and case when p.fresh then n.tick_event_seq else p.pos_next_event_seq end - p.event_seq <= pgque._most_unmapped(p_max)
         ),
         m as materialized (
           select e.ev_id, e.ev_key, e.ev_expires, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_type, e.ev_retry, e.ev_time,

@@ -92,7 +92,7 @@ begin
     exit when v_tried and clock_timestamp() > statement_timestamp() + least(nullif(current_setting('statement_timeout')::interval, '0') / 2, '10 seconds');
     v_tried := true;
     if v_pos.pos_next_tick is null then
-      v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
+      v_pos := pgque._open_window(v_pos, v_queue.queue_id, pgque._span($3, case when v_sub.sub_role = 'pool' then $4 end));
       exit when v_pos.pos_next_tick is null;
     end if;
     v_pos.pos_last_id := null;
@@ -171,7 +171,6 @@ $$;
 --   * open: an open batch, which is redelivered
 --   * due: whether messages may be due in the retry queue
 --   * room: how many messages it may deliver
---   * span: how many messages a window shall have
 --   * until: when the lease ends
 --   * changed: whether pos must be stored in any case
 --
@@ -179,7 +178,7 @@ $$;
 create or replace function pgque._begin_delivery(
   p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_caller name, p_sub int,
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
-  out room bigint, out span bigint, out until timestamptz, out changed boolean
+  out room bigint, out until timestamptz, out changed boolean
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -211,7 +210,6 @@ begin
     end if;
   end loop;
   v_now := pgque.clock();
-  span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
   leaf := pgque._journal_leaf();
   pos := pgque._position(sub.sub_id, leaf);
   open := pgque._open_batch_of(sub, pos, p_worker, leaf);
