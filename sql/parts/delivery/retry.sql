@@ -54,12 +54,11 @@ begin
         raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
     end;
   end loop;
-  return v_count + pgque._notify_due(v_now) + coalesce(pgque._forward_letters(), 0);
+  return v_count + pgque._notify_due(v_now);
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each queue, and dead letters into the queues that dead_letter_queue '
-  'names, at most 1,000 or about a megabyte into each; the next tick delivers them. Retries of consumers that are '
+  'Moves delayed messages that are due into their queues, at most 10,000 of each queue; the next tick delivers them. Retries of consumers that are '
   'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
   'Returns the number of messages that became due or were moved.';
 
