@@ -171,6 +171,16 @@ begin
 end
 $$;
 
+-- Returns how many dead letters of a queue stay, the time of the newest of them, and how
+-- many have waited to be forwarded for a minute.  Younger ones are on their way.
+create or replace function pgque._dead_letters_of(p_queue_id int, out stay bigint, out newest timestamptz, out waiting bigint)
+language sql as $$
+  select count(*) filter (where d.dl_forward is null), max(d.dl_time) filter (where d.dl_forward is null),
+    count(*) filter (where d.dl_forward is not null and d.dl_time < pgque.clock() - interval '1 minute')
+  from pgque.dead_letter d
+  where d.dl_queue_id = p_queue_id
+$$;
+
 -- Returns the metrics of one queue.
 create or replace function pgque._queue_metrics(
   p_queue pgque.queue, p_bytes numeric, out metric text, out queue text, out consumer text, out value double precision
@@ -193,9 +203,7 @@ begin
       ('pgque_queue_bytes', p_bytes),
       ('pgque_queue_rotation_age_seconds', extract(epoch from pgque.clock() - p_queue.queue_switch_time)),
       ('pgque_queue_retries', (select count(*) from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)),
-      ('pgque_queue_dead_letters', (
-        select count(*) from pgque.dead_letter d
-        where d.dl_queue_id = p_queue.queue_id and (d.dl_forward is null or d.dl_time < pgque.clock() - interval '1 minute'))),
+      ('pgque_queue_dead_letters', (select d.stay + d.waiting from pgque._dead_letters_of(p_queue.queue_id) d)),
       ('pgque_queue_consumers', v_back.consumers),
       ('pgque_queue_paused', p_queue.queue_paused::int),
       -- The same as in _health_senders(), far from the limit.
@@ -572,18 +580,13 @@ begin
   return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice;
   return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs) h;
   return query
-    select 'dead letters', queue, case when d.n + d.waiting > 0 then 'warn' else 'ok' end,
-      d.n || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
+    select 'dead letters', queue, case when d.stay + d.waiting > 0 then 'warn' else 'ok' end,
+      d.stay || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
       case
-        when d.n > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue)
+        when d.stay > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue)
         when d.waiting > 0 then 'Resume the queue that dead_letter_queue names, raise its max_depth, or start its consumers.'
       end
-    from (
-      select count(*) filter (where l.dl_forward is null) as n, max(l.dl_time) filter (where l.dl_forward is null) as newest,
-        count(*) filter (where l.dl_forward is not null and l.dl_time < pgque.clock() - interval '1 minute') as waiting
-      from pgque.dead_letter l
-      where l.dl_queue_id = p_queue.queue_id
-    ) d;
+    from pgque._dead_letters_of(p_queue.queue_id) d;
 end
 $$;
 
