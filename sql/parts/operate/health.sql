@@ -393,7 +393,7 @@ begin
   advice := nullif(concat_ws('; ',
     case when p_queue.queue_paused then format('select pgque.resume(%L)', p_queue.queue_name) end,
     case when v_depth >= v_warn then
-      format('Start the slowest consumer%s, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')',
+      format('Start the slowest consumer%s, or raise the limit: select pgque.alter_queue(%L, ''{"max_depth": %s}'')',
         ' (' || p_slowest || ')', p_queue.queue_name, 2 * p_queue.queue_max_depth) end), '');
 end
 $$;
@@ -420,7 +420,7 @@ begin
   detail := format('last tick %s, %s ago', p_last.tick_id, date_trunc('milliseconds', pgque.clock() - p_last.tick_time))
     || coalesce(', messages have waited for the next one for ' || date_trunc('milliseconds', v_waits), '');
   advice := case
-    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', p_queue.queue_name)
+    when p_queue.queue_ticker_paused then format('select pgque.alter_queue(%L, ''{"ticker_paused": false}'')', p_queue.queue_name)
     when status = 'ok' then null
     when p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', p_queue.queue_name)
     when pgque._has_cron() then 'See the advice of the check ticker.'
@@ -465,7 +465,7 @@ begin
       else 'nothing pending' end;
   if status <> 'ok' then
     advice := concat_ws(' ',
-      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.set_queue_config(%L, ''retention_period'', %L).',
+      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.alter_queue(%L, ''{"retention_period": "%s"}'').',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
       case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
         else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', v_late.consumer_name, p_queue.queue_name)
