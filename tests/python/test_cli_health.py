@@ -129,8 +129,12 @@ def test_health_watches_until_it_is_interrupted(ticked: str, monkeypatch: pytest
             [("Start it, or:", False), ("pgque unsubscribe q 'c (old)'", True), ("Then wait", False)],
         ),
         (
-            "select pgque.set_queue_config('q', 'ticker_paused', 'false')",
+            "select pgque.alter_queue('q', '{\"ticker_paused\": false}')",
             [("pgque config set q ticker_paused false", True)],
+        ),
+        (
+            "select pgque.alter_queue('q', '[')",
+            [("""psql -c 'select pgque.alter_queue('"'"'q'"'"', '"'"'['"'"')'""", True)],
         ),
         ("select pgque.ticker('q')", [("""psql -c 'select pgque.ticker('"'"'q'"'"')'""", True)]),
         (

@@ -166,6 +166,12 @@ def pump(conn: Connection) -> int:
     return result
 
 
+def forward_letters(conn: Connection) -> int | None:
+    """Let a ticker forward dead letters; return how many it tried."""
+    result: int | None = value(conn, "select pgque._forward_letters()")
+    return result
+
+
 def configure(conn: Connection, queue: str, **settings: Any) -> None:
     """Set parameters of a queue."""
     for name, setting in settings.items():
@@ -281,7 +287,8 @@ def ids(batch: list[Message]) -> list[int]:
 
 
 def settle(conn: Connection, queue: str) -> int | None:
-    """Do what the loop does each tick: put due messages back, then tick."""
+    """Do what the loop does each tick: forward dead letters, put due messages back, then tick."""
+    forward_letters(conn)
     pump(conn)
     return tick(conn, queue)
 

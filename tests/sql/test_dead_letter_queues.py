@@ -14,12 +14,12 @@ from sql.helpers import (
     configure,
     dead_letters,
     forced_tick,
+    forward_letters,
     ids,
     move_clock,
     nack_ids,
     offer,
     outcome,
-    pump,
     receive,
     refused,
     rotate,
@@ -41,7 +41,6 @@ DROPS = pytest.mark.parametrize("end", ["commit", "rollback"])
 TICKERS = (
     "select pgque.ticker()",
     "select pgque.maint()",
-    "select pgque.maint_retry_events()",
     "call pgque.ticker_loop('50 milliseconds')",
 )
 
@@ -93,7 +92,7 @@ def delivered(conn: Connection) -> list[tuple[str, int]]:
 
 def forwarded(conn: Connection) -> Counter[tuple[str, int]]:
     """Let a ticker forward letters; return which ones arrived."""
-    pump(conn)
+    forward_letters(conn)
     return Counter(delivered(conn))
 
 
@@ -120,7 +119,7 @@ def test_dead_letters_arrive_in_the_order_of_their_deaths(graves: Connection) ->
         graves,
         "select q.queue_name, d.ev_id from pgque.dead_letter d join pgque.queue q on q.queue_id = d.dl_queue_id order by d.dl_id",
     )
-    pump(graves)
+    forward_letters(graves)
     assert delivered(graves) == expected
     assert [i for q, i in expected if q == "b"] == [2, 1]
 
@@ -133,10 +132,6 @@ def test_the_loop_forwards_a_dead_letter_as_soon_as_it_is_committed(
     wait_until: Callable[..., None],
 ) -> None:
     token, sent = held(graves, "a", 2)
-    # Maintenance does not do it: it runs once, before the letter is written.
-    graves.execute(
-        "create or replace function pgque.maint_retry_events() returns int language sql as 'select 0'"
-    )
     loop = background(lambda c: c.execute("call pgque.ticker_loop('30 seconds')"), connect(own_dsn))
     for msg_id in sent:
         die(graves, token, [msg_id])
@@ -149,14 +144,31 @@ def test_the_loop_forwards_a_dead_letter_as_soon_as_it_is_committed(
     assert delivered(graves) == [("a", i) for i in sent]
 
 
+def test_the_loop_tries_a_queue_that_takes_no_letters_once_a_second_also_while_retries_are_due(
+    graves: Connection, own_dsn: str, connect: Callable[..., Connection], wait_until: Callable[..., None]
+) -> None:
+    given_up(graves, "a", 1)
+    value(graves, "select pgque.pause('grave')")
+    for delay in range(5):
+        value(graves, "select pgque.send('b', 't', 'x', delay => %s * interval '50 ms')", delay)
+    loop = connect(own_dsn)
+    loop.execute("set track_functions = 'pl'")
+    loop.execute("call pgque.ticker_loop('700 milliseconds')")
+    loop.close()
+    calls = "select f.calls from pg_stat_user_functions f where f.funcname = %s"
+    wait_until(lambda: value(graves, calls, "maint_retry_events"), "the statistics of the loop")
+    assert value(graves, calls, "maint_retry_events") > 2
+    assert value(graves, calls, "_forward_letters") == 1
+
+
 @ENDS
 def test_of_two_tickers_one_forwards_a_letter_and_the_other_does_not_wait(
     graves: Connection, pair: Pair, end: str
 ) -> None:
     of_a = given_up(graves, "a")
-    assert value(pair.one, "select pgque._forward_letters()") == 3
+    assert forward_letters(pair.one) == 3
     of_b = given_up(graves, "b")
-    job = pair.other(pump)
+    job = pair.other(forward_letters)
     assert job.done
     job.result()
     counts = end_as(graves, pair.one, end)
@@ -171,12 +183,12 @@ def test_an_old_snapshot_forwards_no_letter_twice(
     old = transaction("repeatable read", own_dsn)
     old.execute("select 1 from pgque.queue")
     assert forwarded(graves) == named("a", sent)
-    assert value(old, "select pgque.maint_retry_events()") == 0
+    assert forward_letters(old) == 0
     old.execute("commit")
     assert forwarded(graves) == Counter()
     again = given_up(graves, "a")
     old.execute("begin isolation level repeatable read")
-    assert value(old, "select pgque.maint_retry_events()") == 3
+    assert forward_letters(old) == 3
     old.execute("commit")
     assert forwarded(graves) == named("a", again)
 
@@ -242,7 +254,7 @@ def test_many_sessions_give_up_messages_while_two_tickers_forward_them_and_the_g
 
     def other_ticker(c: Connection) -> None:
         while not all(job.done for job in jobs):
-            pump(c)
+            forward_letters(c)
 
     # One order for all: deliveries of a pool wait for each other.
     jobs = [background(worker("ab"), connect(own_dsn)) for _ in range(3)]
@@ -278,7 +290,7 @@ def test_a_full_queue_takes_as_many_letters_as_it_has_room_for_and_the_others_la
     configure(graves, "grave", max_depth=4)
     of_a, of_b = given_up(graves, "a"), given_up(graves, "b")
     for _ in range(3):
-        pump(graves)
+        forward_letters(graves)
     assert len(dead_letters(graves, "a")) + len(dead_letters(graves, "b")) == 2
     found = delivered(graves)
     assert found == [*(("a", i) for i in of_a), ("b", of_b[0])]
@@ -292,11 +304,9 @@ def test_the_letters_of_a_dropped_queue_stay(graves: Connection, pair: Pair, end
     job = pair.other(lambda c: die(c, a, of_a))
     assert job.done  # an outcome does not wait for the other queue
     job.result()
-    value(
-        graves, "set lock_timeout = '1s'; select pgque.maint_retry_events()"
-    )  # nor does maintenance for long
+    assert forward_letters(graves) == 0  # nor does the ticker for long
     if end_as(graves, pair.one, end):
-        pump(graves)
+        forward_letters(graves)
         assert dead_letters(graves, "a") == dict.fromkeys(of_a, "x")
         assert value(graves, "select count(*) from pgque.dead_letter d where d.dl_forward is not null") == 0
     else:
@@ -309,12 +319,12 @@ def test_a_queue_is_dropped_after_a_ticker_that_is_just_forwarding_there(
     graves: Connection, pair: Pair, end: str
 ) -> None:
     sent = given_up(graves, "a")
-    pump(pair.one)
+    forward_letters(pair.one)
     job = pair.other(lambda c: value(c, "select pgque.drop_queue('grave', true)"))
     assert not job.done
     counts = end_as(graves, pair.one, end)
     assert job.result() == 1
-    pump(graves)
+    forward_letters(graves)
     assert dead_letters(graves, "a") == ({} if counts else dict.fromkeys(sent, "x"))
 
 
@@ -339,6 +349,7 @@ def test_letters_that_wait_stay_when_the_setting_changes(graves: Connection) -> 
 def test_a_queue_that_is_renamed_gets_the_letters(graves: Connection) -> None:
     sent = given_up(graves, "a")
     value(graves, "select pgque.rename_queue('grave', 'tomb')")
+    forward_letters(graves)
     settle(graves, "tomb")
     about = [m.headers["pgque_dead"] for m in work_off(graves, "tomb")]
     assert [(x["queue"], x["msg_id"]) for x in about] == [("a", i) for i in sent]
@@ -355,7 +366,7 @@ def test_a_letter_that_waits_is_a_dead_letter_like_any_other(graves: Connection)
     for call, redelivered in calls.items():
         value(graves, "select pgque.pause('grave')")
         (sent,) = given_up(graves, "a", 1)
-        pump(graves)
+        forward_letters(graves)
         ((dl_id, *letter),) = rows(graves, letters)
         assert letter == [sent, "dead"]
         value(graves, call, dl_id)
@@ -390,7 +401,7 @@ def test_health_and_metrics_show_letters_that_have_waited_for_a_minute(graves: C
     assert (status, detail) == ("warn", "0, 3 wait to be forwarded")
     assert "Resume the queue that dead_letter_queue names" in advice
     value(graves, "select pgque.resume('grave')")
-    pump(graves)
+    forward_letters(graves)
     assert rows(graves, check)[0][0] == "ok"
 
 
@@ -400,7 +411,7 @@ def test_a_call_forwards_few_large_letters_since_no_queue_ticks_meanwhile(graves
     settle(graves, "a")
     batch = take(graves, "a")
     die(graves, batch[0].batch_id, ids(batch))
-    assert [value(graves, "select pgque._forward_letters()") for _ in range(3)] == [3, 2, None]
+    assert [forward_letters(graves) for _ in range(3)] == [3, 2, None]
     assert delivered(graves) == [("a", i) for i in ids(batch)]
 
 
@@ -412,7 +423,7 @@ def test_a_letter_that_cannot_be_forwarded_does_not_keep_the_letters_of_other_qu
     value(graves, "select pgque.pause('grave')")
     given_up(graves, "a", 1)
     given_up(graves, "b", 1)
-    pump(graves)
+    forward_letters(graves)
     assert len(dead_letters(graves, "a")) == 1
     assert dead_letters(graves, "b") == {}
 
@@ -425,7 +436,7 @@ def test_a_ticker_without_letters_to_forward_reads_no_dead_letter(
     given_up(graves, "a", 100)
     read = "select s.idx_scan, s.seq_scan, s.seq_tup_read + s.idx_tup_fetch from pg_stat_xact_user_tables s where s.relname = 'dead_letter'"
     fresh = transaction(dsn=own_dsn)
-    assert value(fresh, "select pgque._forward_letters()") is None
+    assert forward_letters(fresh) is None
     assert rows(fresh, read) == [(1, 0, 0)]
 
 

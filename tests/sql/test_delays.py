@@ -23,6 +23,7 @@ from sql.helpers import (
     outcome,
     payloads,
     post,
+    pump,
     queue_bytes,
     receive,
     refused,
@@ -512,3 +513,12 @@ def test_arrays_of_a_batch_count_from_one_in_one_dimension_whatever_they_are(poo
     got = work_off(pool, "q")
     assert [(m.msg_id, m.payload, m.key) for m in got] == [(sent[0], "a", "k"), (sent[1], "b", "l")]
     assert got[0].expires_at < got[1].expires_at
+
+
+def test_a_call_moves_few_large_messages_since_no_queue_ticks_meanwhile(pool: Connection) -> None:
+    for _ in range(5):
+        value(pool, "select pgque.send('q', 't', repeat('x', 400000), delay => '1 minute')")
+    move_clock(pool, "2 minutes")
+    assert [pump(pool) for _ in range(3)] == [3, 2, 0]
+    tick(pool, "q")
+    assert len(work_off(pool, "q")) == 5

@@ -224,6 +224,32 @@ def test_a_message_is_found_where_another_system_ticks(own: Connection) -> None:
     assert [row.msg_id for row in listed(own, ", 'pending', 100, after_id => 2")] == sent[2:]
 
 
+@pytest.mark.parametrize("worker", [None, "w"])
+def test_a_message_that_is_delivered_while_it_is_listed_is_in_the_list(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    worker: str | None,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    if worker:
+        value(own, "select pgque.share_consumer('q', 'c')")
+    sent = offer(own, "q", 2)
+    # A list reads these notes when it has read what is leased, and before it reads the rest; an ordinary
+    # delivery does not read them.
+    between = connect(own_dsn, autocommit=False)
+    between.execute("lock table pgque.queue_option in access exclusive mode")
+    listing = background(listed, connect(own_dsn))
+    wait_for_lock(listing.pid)
+    got = take(own, "q", worker) if worker else receive(own, "q")
+    assert [m.msg_id for m in got] == sent
+    between.commit()
+    assert [m[0] for m in listing.result()] == sent
+
+
 def test_wrong_use_of_lists_is_refused(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     refused("PQ005", listed, own, ", 'lost'")

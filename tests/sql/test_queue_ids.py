@@ -11,12 +11,12 @@ from sql.helpers import (
     Connection,
     ack,
     configure,
+    forward_letters,
     ids,
     nack,
     offer,
     outcome,
     post,
-    pump,
     refused,
     rows,
     send,
@@ -316,7 +316,7 @@ def test_settings_follow_the_queue_through_a_rename(own: Connection) -> None:
     tick(own, "r")
     (message,) = take(own, "r")
     outcome(own, "dead", message.batch_id, [message.msg_id], "x")
-    pump(own)
+    forward_letters(own)
     found: list[Any] = rows(own, "select * from pgque.peek('q.dlq', 5)")
     assert len(found) == 1
     assert ack(own, message.batch_id) in (0, 1)

@@ -880,7 +880,7 @@ def test_a_right_to_one_queue_makes_no_more_consumers_than_the_queue_may_have(
     ):
         error = refused("PQ003", value, user, call, queue)
         assert queue in str(error.diag.message_primary), call
-        assert f"set_queue_config('{queue}', 'max_consumers', '6')" in str(error.diag.message_hint)
+        assert f"alter_queue('{queue}', '{{\"max_consumers\": 6}}')" in str(error.diag.message_hint)
     assert subscribe(user, queue, "b") == 0
     # Who administers this queue only can not raise it, and who has the role is not limited by it.
     for config in ("4", "0", None):

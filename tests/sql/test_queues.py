@@ -12,6 +12,7 @@ import pytest
 from conftest import Role
 from sql.helpers import (
     Connection,
+    ack,
     configure,
     drain,
     nack,
@@ -21,7 +22,9 @@ from sql.helpers import (
     refused,
     rows,
     send,
+    send_many,
     subscribe,
+    take,
     tick,
     tries,
     value,
@@ -279,6 +282,47 @@ def test_a_transaction_that_uses_the_queue_goes_on_while_somebody_drops_it(
         user.commit()
         assert dropper.result() == 1  # type: ignore[attr-defined]
         dropper.connection.rollback()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("role", ["alone", "workers"])
+def test_a_drop_and_tight_loops_that_receive_do_not_deadlock(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    role: str,
+) -> None:
+    """The server looks for deadlocks at once, so that a lock in another order is one in this short test."""
+
+    def impatient() -> Connection:
+        conn = connect(own_dsn)
+        conn.execute("set deadlock_timeout = '1ms'")
+        return conn
+
+    def loop(worker: str) -> Callable[[Connection], str | None]:
+        def run(c: Connection) -> str | None:
+            try:
+                while True:
+                    ready.add(worker)
+                    batch = take(c, "q", worker, 2) if role == "workers" else receive(c, "q", count=2)
+                    if batch:
+                        ack(c, batch[0].batch_id)
+            except psycopg.Error as error:
+                return error.sqlstate
+
+        return run
+
+    for _ in range(3):
+        ready: set[str] = set()
+        value(own, "select pgque.create_queue('q')")
+        subscribe(own, "q")
+        send_many(own, "q", 5000)
+        tick(own, "q")
+        jobs = [background(loop(f"w{n}"), impatient()) for n in range(4)]
+        while len(ready) < len(jobs):
+            assert not any(job.done for job in jobs)
+        assert value(impatient(), "select pgque.drop_queue('q', true)") == 1
+        assert {job.result() for job in jobs} <= {"PQ001", "PQ011"}
 
 
 def test_two_who_use_what_the_other_drops_see_a_deadlock_and_one_goes_on(

@@ -16,13 +16,13 @@ from sql.helpers import (
     configure,
     dead_letters,
     extend,
+    forward_letters,
     ids,
     move_clock,
     nack,
     nack_ids,
     offer,
     outcome,
-    pump,
     refused,
     release,
     row_counts,
@@ -365,7 +365,7 @@ def test_a_message_is_given_up_while_the_queue_of_dead_letters_waits_for_a_resto
     refused("55000", value, pool, "select pgque.send('bad', 'x')")
     [message] = take(pool, "q")
     nack(pool, message)
-    pump(pool)
+    forward_letters(pool)
     assert list(dead_letters(pool, "q")) == [sent]
 
 

@@ -133,3 +133,32 @@ def test_share_consumer_releases_messages_that_retention_had_locked(
     retaining.rollback()
     assert sharing.result() == 1
     assert ids(take(own, "q")) == sent
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ("select pgque.share_consumer('q', 'c')", lambda c: take(c, "q")),
+        ("select pgque.register_subconsumer('q', 'c', 'w', true)", lambda c: receive_coop(c, "q", "w")),
+    ],
+)
+def test_an_ack_that_waits_while_its_consumer_gets_workers_acknowledges_nothing(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    change: str,
+    again: Callable[[Connection], list[Any]],
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = offer(own, "q", 2)
+    batch = receive(own, "q")[0].batch_id
+    changing = connect(own_dsn, autocommit=False)
+    assert value(changing, change) == 1
+    acking = background(lambda c: ack(c, batch), connect(own_dsn))
+    wait_for_lock(acking.pid)
+    changing.commit()
+    assert acking.result() == 0
+    assert ids(again(own)) == sent

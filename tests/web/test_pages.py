@@ -97,14 +97,14 @@ def test_checks_are_written_as_the_page_writes() -> None:
     ):
         assert detail(given) == f"<bdi>{written}</bdi>"
     assert "set ticker_paused to false on the page" in advice(
-        "select pgque.set_queue_config('it''s', 'ticker_paused', 'false')"
+        "select pgque.alter_queue('it''s', '{\"ticker_paused\": false}')"
     )
     assert detail(None) == ""
 
     # The settings are where a paused ticker is mended, and no help where none runs.
     parts = Site(Config(databases(["dbname=x"]))).templates.get_template("parts.html").module
     for said, leads in (
-        ("select pgque.set_queue_config('q', 'ticker_paused', 'false')", True),
+        ("select pgque.alter_queue('q', '{\"ticker_paused\": false}')", True),
         ("Start the ticker beside the server: pgque ticker.", False),
     ):
         row = {"queue": "q", "check_name": "ticks", "status": "warn", "detail": "", "advice": said}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -37,7 +38,7 @@ _COMMANDS = {
     "start": "start",
     "status": "status",
     "resume": "resume {0}",
-    "set_queue_config": "config set {0} {1} {2}",
+    "alter_queue": "config set {0} {1} {2}",
     "subscribe": "subscribe {0} {1} --from {2}",
     "unsubscribe": "unsubscribe {0} {1}",
     "dlq_inspect": "dlq list {0}",
@@ -47,11 +48,21 @@ _COMMANDS = {
 
 
 def _argument(literal: str) -> str:
-    """Return what an SQL literal stands for, as a word of a shell."""
+    """Return what an SQL literal stands for."""
     text = literal.strip()
     escaped = text.startswith("E")
     text = text.removeprefix("E").removeprefix("'").removesuffix("'").replace("''", "'")
-    return shlex.quote(text.replace("\\\\", "\\") if escaped else text)
+    return text.replace("\\\\", "\\") if escaped else text
+
+
+def _one_setting(*arguments: str) -> list[str]:
+    """Return queue, setting and value of an `alter_queue` that has one setting; nothing of any other."""
+    try:
+        queue, config = arguments
+        ((name, value),) = json.loads(config).items()
+    except (ValueError, AttributeError):
+        return []
+    return [queue, name, value if isinstance(value, str) else json.dumps(value)]
 
 
 def _command(match: re.Match[str]) -> str:
@@ -61,8 +72,10 @@ def _command(match: re.Match[str]) -> str:
     if match["call"]:
         pattern = _COMMANDS.get(match["function"])
         arguments = [_argument(text) for text in re.findall(rf"{_LITERAL}|[^',\s]+", match["arguments"])]
+        if match["function"] == "alter_queue":
+            arguments = _one_setting(*arguments)
         if pattern is not None and len(arguments) >= pattern.count("{"):
-            return "pgque " + pattern.format(*arguments)
+            return "pgque " + pattern.format(*map(shlex.quote, arguments))
     return f"psql -c {shlex.quote(match[0].strip())}"
 
 

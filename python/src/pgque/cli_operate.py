@@ -135,7 +135,7 @@ def config_get(dsn: str, as_json: bool, queue: str, param: str | None) -> None:
 def config_set(dsn: str, queue: str, param: str, value: str | None) -> None:
     """Change a setting of a queue; without VALUE it returns to the default."""
     with connect(dsn) as client:
-        client.set_queue_config(queue, param, value)
+        client.alter_queue(queue, {param: value})
         now = client.queue_config(queue).get(param)
     echo(f"{param} of queue {queue} is {_setting(now)}{' by default' if value is None else ''}")
 

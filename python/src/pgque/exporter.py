@@ -87,7 +87,7 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
     "pgque_oldest_transaction_seconds": ((), "Age of the oldest writing transaction of the database."),
     "pgque_recurring_messages": ((), "Recurring messages."),
     "pgque_recurring_failing": ((), "Recurring messages that are not sent."),
-    "pgque_queue_events_total": (_QUEUE, "Messages sent to the queue, with those that were rolled back."),
+    "pgque_queue_events_total": (_QUEUE, "Messages sent, also if rolled back; a delayed one counts twice."),
     "pgque_queue_last_tick_id": (_QUEUE, "Number of the last tick."),
     "pgque_queue_ticker_lag_seconds": (_QUEUE, "Age of the last tick."),
     "pgque_queue_bytes": (_QUEUE, "Size of the tables of the queue with their indexes."),

@@ -50,13 +50,15 @@ $$;
 
 -- Locks a batch for a call that gives outcomes or changes its lease.  Calls that lock
 -- all batches of the queue wait meanwhile.  A batch that belongs to no pool is locked
--- with its consumer.  Returns false if the consumer no longer exists.
+-- with its consumer.  Returns false if the consumer no longer exists.  The caller reads
+-- the batch's state in a later statement, which sees what the holder before it did.
 create or replace function pgque._lock_batch(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql as $$
 begin
   if p_sub.sub_role = 'pool' then
-    perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
-    return true;
+    -- An expression, since a statement costs more.
+    return pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue) is not null
+      and pg_catalog.pg_advisory_xact_lock(p_batch) is not null;
   end if;
   perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
   return found;

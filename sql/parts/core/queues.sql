@@ -607,8 +607,8 @@ begin
 end
 $$;
 
--- Drops a queue.  It locks the queue's tables first, because readers and writers of
--- these tables lock the queue's rows later.
+-- Drops a queue.  It locks the queue's consumers, then its tables, as deliveries do, and
+-- the queue's row last, because readers and writers of the tables lock that row later.
 create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
 language plpgsql as $$
 declare
@@ -616,6 +616,7 @@ declare
   v_leaves  text := (select pg_catalog.string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is not null);
   v_leaf    text;
 begin
+  perform from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for update;
   if v_leaves is not null then
     execute pg_catalog.format('lock table %s in access exclusive mode', v_leaves);
   end if;

@@ -81,8 +81,7 @@ $$;
 
 -- Forwards the oldest dead letters to one queue.  If the queue of a letter names another
 -- dead_letter_queue by now, or none, as after a drop, the letter stays for good.  Near
--- max_depth each send counts messages, so that a call forwards few.  Large letters are
--- few too, since no queue ticks meanwhile: those that begin in the first megabyte.
+-- max_depth each send counts messages, so that a call forwards few.
 create or replace function pgque._forward_letters_to(p_target int) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -106,7 +105,7 @@ begin
     for update of d skip locked
   ),
   found as materialized (
-    select l.* from (select l.*, sum(l.bytes) over (order by l.dl_id) - l.bytes as before from locked l) l where l.before < 1000000
+    select l.* from (select l.*, sum(l.bytes) over (order by l.dl_id) - l.bytes as before from locked l) l where l.before < pgque._bytes_of_a_call()
   ),
   kept as (
     update pgque.dead_letter d set dl_forward = null from found f where d.dl_id = f.dl_id and not f.nominates

@@ -2,34 +2,27 @@
 -- outcomes: what becomes of the messages of a batch
 -- ---------------------------------------------------------------------------
 
--- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.  Its
--- lock is taken by a statement before all that reads its state (see _lock_batch).
+-- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.
+-- Another call may have changed the consumer's role while this one waited for the lock:
+-- then that call has closed the batch.
 create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   v_found  record;
-  v_held   boolean;
   v_sub    pgque.subscriber;
   v_count  bigint;
 begin
-  select s.sub_id, s.sub_queue, s.sub_role, q.queue_archive_on_ack as archives into v_found
+  select s as sub, q.queue_archive_on_ack as archives into v_found
   from pgque.subscriber s, pgque.queue q
   where (s.sub_id & 1048575) = (p_batch & 1048575)::int and q.queue_id = s.sub_queue
     and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
   if not found then
     return 0;
-  elsif not v_found.archives and pgque._may_be_ordinary() then
-    if v_found.sub_role = 'pool' then
-      -- As in _lock_batch().  An assignment runs no statement.
-      v_held := pg_advisory_xact_lock_shared(hashtext('pgque.batches'), v_found.sub_queue) is not null and pg_advisory_xact_lock(p_batch) is not null;
-    else
-      -- After a wait for the lock, the condition on the role holds for the row as it is then.
-      perform from pgque.subscriber s where s.sub_id = v_found.sub_id and s.sub_role = 'normal' for no key update;
-      v_held := found;
-    end if;
-    if v_held and (case pg_sequence_last_value('pgque.journal_leaf') when 1 then pgque._done_1(p_batch, v_found.sub_id) else pgque._done_0(p_batch, v_found.sub_id) end) then
-      return 1;
-    end if;
+  elsif not v_found.archives and pgque._may_be_ordinary() and pgque._lock_batch(v_found.sub, p_batch)
+    and (case pg_sequence_last_value('pgque.journal_leaf')
+      when 1 then pgque._done_1(p_batch, (v_found.sub).sub_id) else pgque._done_0(p_batch, (v_found.sub).sub_id) end)
+  then
+    return 1;
   end if;
   v_sub := pgque._batch_owner(p_batch);
   if v_found.archives then
@@ -89,9 +82,6 @@ begin
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
   end if;
-  -- The consumer cannot be unsubscribed before this commits.  Other workers do not
-  -- wait.
-  perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
   perform pgque._lock_batch(v_sub, p_batch);
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
   v_lease := v_state.lease;

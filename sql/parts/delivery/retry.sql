@@ -54,12 +54,11 @@ begin
         raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
     end;
   end loop;
-  return v_count + pgque._notify_due(v_now) + coalesce(pgque._forward_letters(), 0);
+  return v_count + pgque._notify_due(v_now);
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each queue, and dead letters into the queues that dead_letter_queue '
-  'names, at most 1,000 or about a megabyte into each; the next tick delivers them. Retries of consumers that are '
+  'Moves delayed messages that are due into their queues, at most 10,000 or about a megabyte of each queue; the next tick delivers them. Retries of consumers that are '
   'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
   'Returns the number of messages that became due or were moved.';
 
@@ -141,6 +140,12 @@ exception
 end
 $$;
 
+-- Returns how many bytes of messages a call moves, so that ticks do not wait for long:
+-- those that begin within this number.
+create or replace function pgque._bytes_of_a_call() returns bigint
+language sql immutable as $$ select 1000000::bigint $$;
+
+-- Moves messages of one queue that are due into the log, and returns their number.
 create or replace function pgque._retry_queue(p_queue_id int) returns int
 language plpgsql as $$
 declare
@@ -167,25 +172,32 @@ begin
     where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pump_owners() o (id))
     limit 10000));
   with found as materialized (
-    select e.ctid
+    select e.place, sum(e.bytes) over (order by e.due rows unbounded preceding) - e.bytes as before
     from (
       select o.id from pgque._pump_owners() o (id)
       where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
     ) o
     cross join lateral (
-      select e.ctid from pgque.retry_queue e
+      select e.ctid as place, e.ev_retry_after as due, pgque._size(e.ev_data, e.ev_bytes, e.ev_headers) as bytes
+      from pgque.retry_queue e
       where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
         and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
       order by e.ev_retry_after
       limit 10000
-      for update skip locked
     ) e
     limit 10000
   ),
+  locked as materialized (
+    select r.ctid
+    from found f
+    join pgque.retry_queue r on r.ctid = f.place
+    where f.before < pgque._bytes_of_a_call()
+    for update of r skip locked
+  ),
   due as (
-    delete from pgque.retry_queue r using found f
-    where r.ctid = f.ctid
+    delete from pgque.retry_queue r using locked l
+    where r.ctid = l.ctid
     returning r.*
   )
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,

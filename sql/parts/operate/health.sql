@@ -171,6 +171,16 @@ begin
 end
 $$;
 
+-- Returns how many dead letters of a queue stay, the time of the newest of them, and how
+-- many have waited to be forwarded for a minute.  Younger ones are on their way.
+create or replace function pgque._dead_letters_of(p_queue_id int, out stay bigint, out newest timestamptz, out waiting bigint)
+language sql as $$
+  select count(*) filter (where d.dl_forward is null), max(d.dl_time) filter (where d.dl_forward is null),
+    count(*) filter (where d.dl_forward is not null and d.dl_time < pgque.clock() - interval '1 minute')
+  from pgque.dead_letter d
+  where d.dl_queue_id = p_queue_id
+$$;
+
 -- Returns the metrics of one queue.
 create or replace function pgque._queue_metrics(
   p_queue pgque.queue, p_bytes numeric, out metric text, out queue text, out consumer text, out value double precision
@@ -193,9 +203,7 @@ begin
       ('pgque_queue_bytes', p_bytes),
       ('pgque_queue_rotation_age_seconds', extract(epoch from pgque.clock() - p_queue.queue_switch_time)),
       ('pgque_queue_retries', (select count(*) from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)),
-      ('pgque_queue_dead_letters', (
-        select count(*) from pgque.dead_letter d
-        where d.dl_queue_id = p_queue.queue_id and (d.dl_forward is null or d.dl_time < pgque.clock() - interval '1 minute'))),
+      ('pgque_queue_dead_letters', (select d.stay + d.waiting from pgque._dead_letters_of(p_queue.queue_id) d)),
       ('pgque_queue_consumers', v_back.consumers),
       ('pgque_queue_paused', p_queue.queue_paused::int),
       -- The same as in _health_senders(), far from the limit.
@@ -385,7 +393,7 @@ begin
   advice := nullif(concat_ws('; ',
     case when p_queue.queue_paused then format('select pgque.resume(%L)', p_queue.queue_name) end,
     case when v_depth >= v_warn then
-      format('Start the slowest consumer%s, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')',
+      format('Start the slowest consumer%s, or raise the limit: select pgque.alter_queue(%L, ''{"max_depth": %s}'')',
         ' (' || p_slowest || ')', p_queue.queue_name, 2 * p_queue.queue_max_depth) end), '');
 end
 $$;
@@ -412,7 +420,7 @@ begin
   detail := format('last tick %s, %s ago', p_last.tick_id, date_trunc('milliseconds', pgque.clock() - p_last.tick_time))
     || coalesce(', messages have waited for the next one for ' || date_trunc('milliseconds', v_waits), '');
   advice := case
-    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', p_queue.queue_name)
+    when p_queue.queue_ticker_paused then format('select pgque.alter_queue(%L, ''{"ticker_paused": false}'')', p_queue.queue_name)
     when status = 'ok' then null
     when p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', p_queue.queue_name)
     when pgque._has_cron() then 'See the advice of the check ticker.'
@@ -457,7 +465,7 @@ begin
       else 'nothing pending' end;
   if status <> 'ok' then
     advice := concat_ws(' ',
-      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.set_queue_config(%L, ''retention_period'', %L).',
+      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.alter_queue(%L, ''{"retention_period": "%s"}'').',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
       case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
         else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', v_late.consumer_name, p_queue.queue_name)
@@ -572,18 +580,13 @@ begin
   return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice;
   return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs) h;
   return query
-    select 'dead letters', queue, case when d.n + d.waiting > 0 then 'warn' else 'ok' end,
-      d.n || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
+    select 'dead letters', queue, case when d.stay + d.waiting > 0 then 'warn' else 'ok' end,
+      d.stay || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
       case
-        when d.n > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue)
+        when d.stay > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue)
         when d.waiting > 0 then 'Resume the queue that dead_letter_queue names, raise its max_depth, or start its consumers.'
       end
-    from (
-      select count(*) filter (where l.dl_forward is null) as n, max(l.dl_time) filter (where l.dl_forward is null) as newest,
-        count(*) filter (where l.dl_forward is not null and l.dl_time < pgque.clock() - interval '1 minute') as waiting
-      from pgque.dead_letter l
-      where l.dl_queue_id = p_queue.queue_id
-    ) d;
+    from pgque._dead_letters_of(p_queue.queue_id) d;
 end
 $$;
 

@@ -817,11 +817,12 @@ create or replace function pgque.maint() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_room   bigint := greatest(pgque._lock_room() / 16, 1);
-  v_count  int := 0;
+  v_count  int;
   v_op     record;
   v_done   int;
 begin
   perform pgque._need_read_committed('maintenance');
+  v_count := coalesce(pgque._forward_letters(), 0);
   for v_op in
     select o.func_name, o.func_arg, o.func_name = 'pgque.maint_rotate_tables_step1' as rotates, o.func_name = 'pgque.maint_retain' as retains
     from pgque.maint_operations() o
@@ -838,5 +839,5 @@ begin
 end
 $$;
 comment on function pgque.maint() is
-  'Does all maintenance now: delayed messages, retention, rotation, compaction. It is for a scheduler that does not run the loop. Two calls at '
+  'Does all maintenance now: dead letters that go to other queues, delayed messages, retention, rotation, compaction. It is for a scheduler that does not run the loop. Two calls at '
   'once do no harm. Returns how many steps there were to do. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';

@@ -534,6 +534,9 @@ $$;
 -- or more: all rows of one message are returned together.  p_where is a condition on a
 -- row m of the result.  p_status, p_consumer and p_after, which are part of p_where
 -- too, avoid needless reads.
+-- These are several statements, and messages move meanwhile.  So that none is missed, the
+-- positions are read first: a message that is delivered later is still ahead of them.  And
+-- each place is read before the one that its messages move to.
 create or replace function pgque._messages(
   p_queue pgque.queue, p_id bigint, p_limit int, p_where text default 'true', p_status text default null, p_consumer text default null, p_after bigint default 0,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
@@ -543,6 +546,8 @@ create or replace function pgque._messages(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now     timestamptz := pgque.clock();
+  v_subs    pgque.subscriber[];
+  v_at      pgque.position[];
   v_sub     pgque.subscriber;
   v_held    record;
   v_and     text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
@@ -555,16 +560,15 @@ begin
   if p_id is not null then
     v_places := pgque._row_addresses(p_queue, p_id);
   end if;
-  for v_sub in
-    select s.*
-    from pgque.subscriber s
-    where s.sub_queue = p_queue.queue_id and s.sub_main is null and (p_consumer is null or pgque._subscriber_name(s) = p_consumer)
-    order by s.sub_id
-  loop
-    if coalesce(p_status, 'processing') in ('processing', 'retry', 'expired') then
+  select pg_catalog.array_agg(p.sub order by (p.sub).sub_id), pg_catalog.array_agg(p.pos order by (p.sub).sub_id) into v_subs, v_at
+  from pgque._positions(p_queue.queue_id, p_consumer) p
+  where (p.sub).sub_main is null;
+  if coalesce(p_status, 'processing') in ('processing', 'retry', 'expired') then
+    for n in 1..coalesce(pg_catalog.cardinality(v_subs), 0) loop
+      v_sub := v_subs[n];
       for v_held in
-        select h.* from pgque._open_batches(v_sub.sub_id) h
-        where ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= p_id) is not true
+        select h.* from pgque._states(v_sub.sub_id, (v_at[n]).pos_open) h
+        where h.place = 'log' and ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= p_id) is not true
       loop
         return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and, v_places)), $q$
           case when e.ev_expires <= $2 and $4 <= $2 then 'expired' when $4 > $2 then 'processing' else 'retry' end,
@@ -572,12 +576,14 @@ begin
           $q$, p_where)
         using v_sub.sub_consumer, v_now, p_limit, v_held.until, (v_held.lease).pos_worker, (v_sub.sub_role = 'pool')::int, v_held.token;
       end loop;
-    end if;
-    return query select m.* from pgque._messages_ahead(p_queue, v_sub, p_limit, p_where, p_status, p_after, v_places) m;
-  end loop;
+    end loop;
+  end if;
   if coalesce(p_status, 'delayed') in ('pending', 'processing', 'delayed', 'retry', 'expired') then
     return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
+  for n in 1..coalesce(pg_catalog.cardinality(v_subs), 0) loop
+    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], pgque._next_from(v_at[n]), p_limit, p_where, p_status, p_after, v_places) m;
+  end loop;
   if coalesce(p_status, 'dead') in ('dead', 'failed') then
     -- One consumer after the other, in the order of an index.
     for v_sub.sub_consumer in
@@ -604,12 +610,12 @@ begin
 end
 $$;
 
--- Returns those of them that are in the log and that a consumer has not received.  It
--- reads ids range by range, each eight times as long as the one before, until it has enough.
--- (No sequential scans: if a table was analyzed when it had only the first range, the
--- planner expects that all its rows are in that range.)
+-- Returns those of them that are in the log and that a consumer at p_position has not
+-- received.  It reads ids range by range, each eight times as long as the one before,
+-- until it has enough.  (No sequential scans: if a table was analyzed when it had only the
+-- first range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
+  p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -617,7 +623,6 @@ create or replace function pgque._messages_ahead(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
-  v_position  pgque.position;
   v_upto      bigint;
   v_and       text := '';
   v_xids      int8multirange := '{(,)}';
@@ -630,10 +635,9 @@ begin
   then
     return;
   end if;
-  v_position := pgque._next_from(pgque._position(p_sub.sub_id));
   loop
     if p_places is null then
-      v_upto := greatest(v_upto, p_after, v_position.pos_event_seq) + v_length;
+      v_upto := greatest(v_upto, p_after, p_position.pos_event_seq) + v_length;
       if v_moved or v_upto >= pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is not false then
         v_upto := null;
       end if;
@@ -641,7 +645,7 @@ begin
       v_xids := pgque._span_xids(p_queue, p_after, v_upto);
     end if;
     return query execute pgque._messages_sql(
-      pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, v_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
+      pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, p_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
         case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
         e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
         $q$, p_where)

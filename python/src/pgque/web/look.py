@@ -34,7 +34,7 @@ _BUTTONS = (
         "open the dead letters, then requeue, replay or delete them",
     ),
     (
-        re.compile(rf"select pgque\.set_queue_config\({_QUOTED}, '(\w+)', '([^']*)'\)"),
+        re.compile(rf"select pgque\.alter_queue\({_QUOTED}, '{{\"(\w+)\": \"?([^\"}}]*)\"?}}'\)"),
         r"set \1 to \2 on the page of the queue",
     ),
 )

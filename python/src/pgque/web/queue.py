@@ -104,7 +104,7 @@ def set_one(page: Page) -> Response:
     """Set one setting, or restore its default."""
     name, setting = page.form.need("queue"), page.form.need("setting")
     value = None if page.form.get("default") else page.form.get("value") or None
-    page.value("select pgque.set_queue_config(%s, %s, %s)", [name, setting, value])
+    page.value("select pgque.alter_queue(%s, jsonb_build_object(%s::text, %s::text))", [name, setting, value])
     now = page.value("select value from pgque.queue_settings(%s) where setting = %s", [name, setting])
     return page.done(f"{setting} is now {'empty' if now is None else now}.", "/queue", queue=name)
 
