@@ -404,7 +404,7 @@ begin
     end if;
     v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
       || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), '')
-      || coalesce(' and e.ev_id <= ' || v_upto, ''),
+      || coalesce(' and e.ev_id <= ' || v_upto, '') || pgque._not_cancelled_sql(v_queue.queue_id, v_sub.sub_id),
       null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()) * pgque._span_xids(v_queue, 0, v_upto));
     exit when v_upto is null;
     execute format('select count(distinct e.ev_id) from (%s) e', v_rows) into v_count;
