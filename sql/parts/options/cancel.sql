@@ -94,7 +94,7 @@ begin
   select v_had || pg_catalog.array_agg(g.ev_owner) into v_had from gone g;
   v_until := pgque._tick_after_now(p_queue.queue_id);
   foreach v_sub in array p_subs loop
-    v_pos := pgque._position(v_sub.sub_id);
+    v_pos := pgque._current_position(v_sub, pgque._position(v_sub.sub_id));
     execute pg_catalog.format('select exists (%s)',
       pgque._unfinished_sql(v_sub, pgque._next_from(v_pos), pg_catalog.pg_current_snapshot(), ' and e.ev_id = ' || p_id))
     into v_ahead;
