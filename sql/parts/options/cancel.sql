@@ -37,10 +37,10 @@ language sql immutable as $$
   from pg_catalog.generate_series(0, 2) n
 $$;
 
--- Returns one more condition on e for a query of messages that a subscriber has ahead.
-create or replace function pgque._not_cancelled_sql(p_queue_id int, p_sub int) returns text
-language sql stable as $$
-  select case when pgque._noted(p_queue_id, '{cancelled}') then ' and ' || pgque._cancelled_sql(p_queue_id, p_sub) || ' is null' else '' end
+-- Returns one more condition on e for a query of messages that are ahead of a position.
+create or replace function pgque._not_cancelled_sql(p_queue_id int, p_pos pgque.position) returns text
+language sql immutable as $$
+  select case when p_pos.pos_tick < p_pos.pos_high then ' and ' || pgque._cancelled_sql(p_queue_id, p_pos.pos_sub) || ' is null' else '' end
 $$;
 
 -- Returns those of a consumer's batches that may have a message.
