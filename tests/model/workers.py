@@ -117,7 +117,8 @@ class Workers(RuleBasedStateMachine):
         self.batches: dict[int, Batch] = {}
         self.dead: dict[int, tuple[Waiting, str]] = {}
         self.archived: list[int] = []
-        self.counts = {"expired": 0, "dropped": 0}
+        self.counts = {"expired": 0, "dropped": 0, "cancelled": 0}
+        self.cancelled: dict[int, Row | None] = {}  # with the row that ended each in the log
         self.window: Tick | None = None
         self.done: int | None = None
         self.paid = 0  # microseconds
@@ -267,6 +268,42 @@ class Workers(RuleBasedStateMachine):
             row.purged = True
             self._commit(Row(row.id, self.leaf, 0, key, None))
 
+    def _cancel(self, pick: int) -> None:
+        """Cancel a message that somebody has or will get, for all."""
+        waiting = {w.message.id: w for w in self.waiting}
+        leases = {i: o for o in self.leases.values() for i in o.held}
+        ahead = {r.id: r for r in self.log if r.message and not r.purged and not self._passed(r)}
+        known = sorted({*waiting, *leases, *ahead})
+        if not known:
+            return
+        i = known[pick % len(known)]
+        found = value(self.conn, "select pgque.cancel(%s, %s)", self.queue, i)
+        if i in leases:
+            message, held, state = leases[i].held[i], leases[i].until > self.now, "retry"
+        elif i in waiting:
+            w = waiting[i]
+            message, held = w.message, w.token is not None and w.due > self.now
+            state = "delayed" if w.delayed else "retry" if w.receives else "pending"
+        else:
+            message, held, state = ahead[i].message, False, "pending"
+        assert message is not None
+        assert found == ("processing" if held else "expired" if self._expired(message) else state)
+        token = leases[i].token if i in leases else waiting[i].token if i in waiting else None
+        if token is not None:
+            self._remove(token, i)
+            self.batches[token].said.add(i)
+        elif i in waiting:
+            self.waiting.remove(waiting[i])
+        self.cancelled[i] = None
+        self.counts["cancelled"] += 1
+        self.bench.seen["cancelled"] += 1
+        stored = [r for r in self.log if r.id == i and r.message]
+        if stored:
+            stored[0].purged = True
+            self.cancelled[i] = Row(i, self.leaf, 0, None, None)
+            self._commit(self.cancelled[i])
+        assert value(self.conn, "select pgque.cancel(%s, %s)", self.queue, i) == "cancelled" if stored else True
+
     @rule(count=st.sampled_from([1, 5, 12]), covered=st.sampled_from([True, True, True, False]))
     def offer(self, count: int, covered: bool) -> None:
         self._send_batch(count)
@@ -374,7 +411,7 @@ class Workers(RuleBasedStateMachine):
         value(self.conn, "select pgque.maint_tables()")
 
     def _purge(self) -> None:
-        ahead = [r for r in self.log if r.message and not self._passed(r) and not self._expired(r.message)]
+        ahead = [r for r in self.log if r.message and not r.purged and not self._passed(r) and not self._expired(r.message)]
         depth = len(ahead) + len(self.waiting) + sum(len(o.held) for o in self.leases.values())
         found = value(self.conn, "select pgque.purge(%s)", self.queue)
         if not any(r.key for r in self.log):
@@ -691,7 +728,9 @@ class Workers(RuleBasedStateMachine):
         for i in ids:
             if i not in held:
                 other = any(w.message.id == i and w.token not in (None, token) for w in self.waiting)
-                if other:
+                if self.cancelled.get(i) in self.log and i in self.cancelled:
+                    assert answers[i] == "cancelled"
+                elif other:
                     assert answers[i] == "lost to another worker"
                 elif i in batch.said and not self.turned:
                     assert answers[i] == "settled already"
@@ -815,6 +854,9 @@ class Workers(RuleBasedStateMachine):
                 "maint",
                 "purge key",
                 "purge",
+                "cancel",
+                "cancel",
+                "cancel",
                 "reclaim",
                 "look",
                 "letters",
@@ -842,6 +884,8 @@ class Workers(RuleBasedStateMachine):
             self._maint_lapsed()
         elif what == "purge key":
             self._purge_key(KEYS[pick % 2])
+        elif what == "cancel":
+            self._cancel(pick)
         elif what == "maint":
             self._maint()
         elif what == "purge" and pick % 4 == 0:
@@ -905,7 +949,7 @@ class Workers(RuleBasedStateMachine):
         found = rows(
             self.conn,
             "select m.metric, sum(m.value)::int from pgque.metrics() m where m.queue = %s"
-            " and m.metric in ('pgque_messages_expired_total', 'pgque_messages_dropped_total') group by 1",
+            " and m.metric in ('pgque_messages_expired_total', 'pgque_messages_dropped_total', 'pgque_messages_cancelled_total') group by 1",
             self.queue,
         )
         assert {metric.split("_")[2]: n for metric, n in found} == {w: n for w, n in self.counts.items() if n}

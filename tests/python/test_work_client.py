@@ -393,6 +393,20 @@ def test_a_queue_or_a_key_is_purged(client: pgque.PgqueClient, pool: str, tick: 
     assert _take(client, pool) == []
 
 
+def test_a_message_is_cancelled_for_all_or_for_one_consumer(
+    client: pgque.PgqueClient, pool: str, tick: Tick
+) -> None:
+    first, second, third = client.send_batch(pool, "t", ["a", "b", "c"])
+    tick(pool)
+    assert client.cancel(pool, first) == "pending"
+    assert client.cancel(pool, second, "c") == "pending"
+    assert client.cancel(pool, second, "c") == "cancelled"
+    (message,) = _take(client, pool)
+    assert message.msg_id == third
+    with pytest.raises(pgque.PgqueMessageNotFound):
+        client.cancel(pool, third + 1000)
+
+
 def test_poison_is_listed_archived_and_replayed(
     client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
 ) -> None:

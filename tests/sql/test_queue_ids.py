@@ -88,6 +88,7 @@ CALLS = [
     "select pgque.grant_queue({q}, '{role}', 'consume')",
     "select pgque.revoke_queue({q}, '{role}')",
     "select pgque.purge_key({q}, 'k')",
+    "select pgque.cancel({q}, 1)",
     "select pgque.share_consumer({q}, 'd')",
     "select pgque.unshare_consumer({q}, 'd')",
     "select pgque.purge({q})",

@@ -78,6 +78,7 @@ NEEDS = {
         "select * from pgque.archive_list({q})",
         "select pgque.archive_purge({q}, now())",
         "select pgque.purge_key({q}, 'k')",
+        "select pgque.cancel({q}, 1)",
         "select pgque.reclaim({q}, 'f')",
         "select pgque.retry_now({q}, 'f')",
         "select pgque.expire_messages({q})",

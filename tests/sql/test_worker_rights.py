@@ -33,6 +33,7 @@ OPERATE = [
     "select * from pgque.list_messages({q})",
     "select * from pgque.get_message({q}, 1)",
     "select pgque.purge_key({q}, 'k')",
+    "select pgque.cancel({q}, 1)",
     "select pgque.archive_poison({q})",
     "select pgque.dlq_requeue_all({q}, 10)",
     "select pgque.expire_messages({q})",

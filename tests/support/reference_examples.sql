@@ -200,6 +200,9 @@ select pgque.resume('orders');
 -- purge
 select pgque.purge('orders');
 
+-- cancel
+select pgque.cancel('orders', 4);
+
 -- purge_key
 select pgque.purge_key('orders', 'order-1');
 

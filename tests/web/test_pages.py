@@ -273,6 +273,23 @@ def test_a_purge_asks_first_and_removes_everything(
     assert states(conn, queue) == {}
 
 
+def test_a_message_is_cancelled_after_a_question(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    leased(conn, tick, queue, ["a", "b"])
+    found = conn.execute("select min(m.msg_id) from pgque.list_messages(%s) as m", [queue]).fetchone()
+    assert found is not None
+    b = browser(admin)
+    assert "Cancel…" in text(b.get("/message", queue=queue, id=found[0]))
+    page = text(b.get("/message/cancel", queue=queue, id=found[0]))
+    assert f"Cancel message {found[0]}?" in page
+    assert "read by offsets still see it" in page
+    assert states(conn, queue) == {"processing": 2}
+    assert f"Message {found[0]} was processing." in text(b.post("/message/cancel", queue=queue, id=found[0]))
+    assert states(conn, queue) == {"processing": 1}
+    assert "cancel" in text(b.get("/actions", of=queue))
+
+
 def test_a_change_waits_for_a_lock_for_longer_than_a_call_may_take_elsewhere(
     browser: NewBrowser,
     admin: Role,

@@ -217,6 +217,19 @@ def message(dsn: str, as_json: bool, queue: str, msg_id: int) -> None:
 @click.command()
 @dsn_option
 @click.argument("queue")
+@click.argument("msg_id", callback=parsed_ids("the id of a message, which pgque messages QUEUE shows"))
+@click.option("--consumer", help="Only for this consumer.")
+@yes_option
+def cancel(dsn: str, queue: str, msg_id: int, consumer: str | None, yes: bool) -> None:
+    """Cancel a message, so that it is not delivered any more."""
+    confirm(f"Cancel message {msg_id} of {queue}?", yes)
+    with connect(dsn) as client:
+        echo(f"message {msg_id} was {client.cancel(queue, msg_id, consumer)}")
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
 @click.option("--key", help="Only the pending message with this key.")
 @yes_option
 def purge(dsn: str, queue: str, key: str | None, yes: bool) -> None:
@@ -445,6 +458,7 @@ def seek(dsn: str, queue: str, consumer: str, at: datetime | None, ago: timedelt
 
 COMMANDS: list[click.Command] = [
     archive,
+    cancel,
     config,
     delete_expired,
     dlq,

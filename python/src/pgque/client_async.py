@@ -1188,6 +1188,22 @@ class AsyncPgqueClient:
             MessageStatus,
         )
 
+    async def cancel(self, queue: str, msg_id: int, consumer: str | None = None) -> str:
+        """Cancel a message, so that it is not delivered any more, and return the state in which it was found.
+        Calls `pgque.cancel`.
+
+        With `consumer`, only this consumer is concerned. If a worker has the message, its handler runs on, and
+        the outcome does not count. The state is one of those in `QueuedMessage`, "cancelled" if it was
+        cancelled before, or "done" if no consumer has it. Raises PgqueQueueNotFound, PgqueMessageNotFound,
+        PgqueConsumerNotFound, and PgqueBadArgument if the message is delayed and a consumer is given.
+        """
+        with self._unlimited():
+            return await self._value(
+                str,
+                "select pgque.cancel(%(queue)s::text, %(msg)s::bigint, %(consumer)s::text)",
+                {"queue": queue, "msg": msg_id, "consumer": consumer},
+            )
+
     async def purge(self, queue: str) -> int:
         """Remove all messages of a queue: pending, delayed, processing and retry. Calls `pgque.purge`.
 

@@ -327,30 +327,25 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'such queue; PQ005 not an object, unknown setting or invalid value.';
 
 -- Notes about a queue: its messages had keys or ttls; some entered the log under an id
--- that was drawn before (moved); another system ticked it (external).
+-- that was drawn before (moved); another system ticked it (external); one was cancelled.
 -- Senders append a row with the first key and the first ttl, and do not wait.  An
 -- update of the queue's row would block pause() and subscribe() until they commit.  Two
 -- first senders append two rows.
 create table if not exists pgque.queue_option (
   opt_queue  int not null,
   opt_name   text not null
-    constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external'))
+    constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external', 'cancelled'))
 );
 comment on table pgque.queue_option is
-  'Notes of each queue: a message had a key or a ttl, a message was moved into the log, or another system ticked the queue. Internal.';
--- Earlier versions did not note moved messages.
+  'Notes of each queue: a message had a key or a ttl, a message was moved into the log or cancelled, or another system ticked the queue. Internal.';
 do $$
 begin
-  if current_setting('pgque.version_before') ~ '^0\.[456]\.' or not exists (
+  if not exists (
     select from pg_constraint c
-    where c.conrelid = 'pgque.queue_option'::regclass and c.conname = 'queue_option_known' and pg_get_constraintdef(c.oid) like '%moved%')
+    where c.conrelid = 'pgque.queue_option'::regclass and c.conname = 'queue_option_known' and pg_get_constraintdef(c.oid) like '%cancelled%')
   then
-    alter table pgque.queue_option drop constraint if exists queue_option_known, add constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external'));
-    insert into pgque.queue_option
-    select q.queue_id, n.name
-    from pgque.queue q
-    cross join (values ('moved'), ('external')) n (name)
-    where n.name = 'moved' or q.queue_external_ticker;
+    alter table pgque.queue_option drop constraint queue_option_known,
+      add constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external', 'cancelled'));
   end if;
 end
 $$;
@@ -367,8 +362,8 @@ end
 $$;
 
 -- Returns whether one of these is noted: 'moved' (the log has messages that are younger
--- than their ids: delayed ones, or retries of consumers that are read by offsets) or
--- 'external'.
+-- than their ids: delayed ones, or retries of consumers that are read by offsets),
+-- 'external' or 'cancelled'.
 create or replace function pgque._noted(p_queue_id int, p_names text[]) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin

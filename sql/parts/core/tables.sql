@@ -241,7 +241,7 @@ comment on column pgque.queue.queue_archive_on_ack is 'Whether acknowledged mess
 -- ev_txid or tick_id, and the parents have none: a dump of the extension's
 -- data would make it twice.
 --   ev_owner   null: every consumer gets the row; above 0: this subscriber, to which the
---              row is a retry (a reader by offsets); 0, -1, -2: see keys
+--              row is a retry (a reader by offsets); 0, -1, -2: see keys and cancel
 create table if not exists pgque.event (
   slot        int not null,
   ev_owner    int,
@@ -359,7 +359,8 @@ comment on table pgque.subscriber is 'Identity of consumers and workers, locked 
 --   pos_tick                     finished up to here
 --   pos_next_tick, pos_done_id   the window being read, and how far it is done
 --   pos_snapshot ...             what the two ticks say
---   pos_high                     where it stood when it was moved back
+--   pos_high                     where it stood when it was moved back, or a tick after a
+--                                message ahead of it that was cancelled
 --   pos_batch, pos_last_id       the batch: ids above pos_done_id up to
 --                                pos_last_id (null: to the end of the window)
 --   pos_last_batch               the newest batch id that it was given

@@ -2,9 +2,22 @@
 -- choose: which messages of a slice, and of the retry queue, are delivered
 -- ---------------------------------------------------------------------------
 
--- Chooses from the next messages of a window, at most p_max, for queues and consumers
--- with keys or expiry.  A message whose key or lane is busy goes to the retry queue.
--- Purged and expired messages are left out.  The slice ends at the last message that
+-- Returns whether a message of a window that is open may have to be left out or put aside.
+-- If one has a key or a ttl, or was cancelled, then its transaction, or an earlier one, has
+-- noted that.
+create or replace function pgque._must_choose(p_sub pgque.subscriber, p_pos pgque.position) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return p_sub.sub_keyed
+    or exists (select from pgque.queue q where q.queue_id = p_sub.sub_queue and (q.queue_keyed or q.queue_expiring))
+    or exists (
+      select from pgque.queue_option o
+      where o.opt_queue = p_sub.sub_queue and (o.opt_name in ('key', 'ttl') or o.opt_name = 'cancelled' and p_pos.pos_tick < p_pos.pos_high));
+end
+$$;
+
+-- Chooses from the next messages of a window, at most p_max, if _must_choose().  A message whose key or lane is busy goes to the retry queue.
+-- Purged, cancelled and expired messages are left out.  The slice ends at the last message that
 -- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
 -- is how many messages the caller has passed since it last found one to deliver: the next
 -- slice is as long.  With null the slice is the whole window, for a caller that reads the
@@ -26,6 +39,7 @@ declare
   v_busy   bigint[] := '{}';
   v_gone   bigint[] := '{}';
   v_claim  record;
+  v_ended  text := case when p_pos.pos_tick < p_pos.pos_high then pgque._cancelled_sql(p_queue.queue_id, p_sub.sub_id) end;
   v_out    text[];
   v_found  record;
   v_fit    bigint;
@@ -34,7 +48,7 @@ begin
   pos.pos_done_count := 0;
   execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
     pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
-    pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
+    pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC''%s)', v_now at time zone 'UTC', ' or ' || v_ended) else '' end, v_look),
     v_look + 1)
   into v_rows using p_sub;
   if v_rows is null then
@@ -49,6 +63,9 @@ begin
     v_rows := v_claim.rows;
     v_busy := v_claim.busy;
     v_gone := v_claim.gone;
+  end if;
+  if v_ended is not null then
+    execute pg_catalog.format('select $1 || array_agg(e.ev_id) from pg_catalog.unnest($2) e where %s', v_ended) into v_gone using v_gone, v_rows;
   end if;
   if p_sub.sub_keyed then
     v_out := pgque._leased_lanes(p_sub);

@@ -126,6 +126,7 @@ begin
     select i.id, i.ok,
       case
         when i.ok then null
+        when pgque._noted(v_sub.sub_queue, '{cancelled}') and pgque._is_cancelled(v_sub.sub_queue, v_sub.sub_id, i.id) then 'cancelled'
         when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
         when ((select v_log))[pg_catalog.width_bucket(i.id, (select v_log))] = i.id then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'outcome' and s.set_ev_id = i.id) then 'settled already'

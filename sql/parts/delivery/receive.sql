@@ -96,7 +96,7 @@ begin
       exit when v_pos.pos_next_tick is null;
     end if;
     v_pos.pos_last_id := null;
-    if v_sub.sub_keyed or pgque._has_keys_or_ttl(v_queue.queue_id) then
+    if pgque._must_choose(v_sub, v_pos) then
       v_sifted := pgque._choose(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
       v_pos := v_sifted.pos;
       v_passed := v_passed + v_pos.pos_done_count;
@@ -272,16 +272,6 @@ begin
       select from pgque.queue q
       where q.queue_id = p_sub.sub_queue and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
     or pgque._old_snapshot() and (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
-end
-$$;
-
--- Returns whether a message of a window that is open may have a key or a ttl: then its
--- transaction, or an earlier one, has noted that.
-create or replace function pgque._has_keys_or_ttl(p_queue_id int) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return exists (select from pgque.queue q where q.queue_id = p_queue_id and (q.queue_keyed or q.queue_expiring))
-    or exists (select from pgque.queue_option o where o.opt_queue = p_queue_id and o.opt_name in ('key', 'ttl'));
 end
 $$;
 

@@ -136,6 +136,9 @@ begin
   v_position.pos_seq := 0;
   v_position.pos_last_batch := 0;
   v_position.pos_skipped := 0;
+  if pgque._noted(p_queue_id, '{cancelled}') or pgque._old_snapshot() then
+    v_position.pos_high := pgque._tick_after_now(p_queue_id);   -- see "cancel"
+  end if;
   perform pgque._append_position(pgque._at_tick(v_position, p_tick));
   return v_position.pos_sub;
 end

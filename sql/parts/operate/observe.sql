@@ -396,6 +396,8 @@ begin
     v_tick := pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id));
     v_pos.pos_snapshot := v_tick.tick_snapshot;
     v_pos.pos_event_seq := v_tick.tick_event_seq;
+    v_pos.pos_tick := v_tick.tick_id;
+    v_pos.pos_high := case when pgque._noted(v_queue.queue_id, '{cancelled}') then v_tick.tick_id + 1 end;
   end if;
   loop
     v_upto := greatest(v_upto, v_pos.pos_done_id, v_pos.pos_event_seq, 0) + v_length;
@@ -404,7 +406,7 @@ begin
     end if;
     v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
       || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), '')
-      || coalesce(' and e.ev_id <= ' || v_upto, ''),
+      || coalesce(' and e.ev_id <= ' || v_upto, '') || pgque._not_cancelled_sql(v_queue.queue_id, v_pos),
       null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()) * pgque._span_xids(v_queue, 0, v_upto));
     exit when v_upto is null;
     execute format('select count(distinct e.ev_id) from (%s) e', v_rows) into v_count;

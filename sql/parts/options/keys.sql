@@ -254,10 +254,7 @@ begin
   -- Only under the lock: the pump may have moved the message into the log before.
   v_last := pgque._newest_of_key(v_queue.queue_id, $2);
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._is_passed(v_queue.queue_id, v_last.ev_id, v_last.sent_by) then
-    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
-    select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
-    from pgque.queue q
-    where q.queue_id = v_queue.queue_id;
+    perform pgque._append_end(v_queue.queue_id, v_last.ev_id, v_last.ev_time, $2, v_last.ev_retry + 1);
     v_count := v_count + 1;
   end if;
   -- Without the key: the key may be the data that is to be erased.

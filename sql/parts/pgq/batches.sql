@@ -39,7 +39,7 @@ begin
     -- The number of messages is not known yet.
     v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
     v_count := v_pos.pos_done_count;
-    if pgque._has_keys_or_ttl(v_queue.queue_id) then
+    if pgque._must_choose(v_sub, v_pos) then
       perform pgque._choose(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
     end if;
   end if;
@@ -163,7 +163,7 @@ end
 $$;
 
 -- Returns the query of an open batch: all of it, or, if messages may be left out when
--- it is opened, those without an outcome.
+-- it is opened, or cancelled since, those without an outcome.
 create or replace function pgque._open_sql(p_batch bigint) returns text
 language plpgsql as $$
 declare
@@ -172,7 +172,8 @@ declare
 begin
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
   if v_state.place = 'log' and exists (
-    select from pgque.queue q where q.queue_id = v_sub.sub_queue and not pgque._keyed(q) and not pgque._expiring(q))
+    select from pgque.queue q
+    where q.queue_id = v_sub.sub_queue and not q.queue_keyed and not q.queue_expiring and not pgque._noted(q.queue_id, '{key,ttl,cancelled}'))
   then
     return pgque._slice_sql(v_sub, v_state.lease);
   end if;

@@ -13,7 +13,8 @@ from .page import Page, Row
 LOOKED = 2_000  # next messages that a page looks at for a role that may not list all
 PER_PAGE = 50
 MOST_LETTERS = 10_000  # newest dead letters whose reasons are looked for
-STATES = ("pending", "processing", "delayed", "retry", "expired", "dead", "failed", "archived")
+LIVE = ("pending", "processing", "delayed", "retry", "expired")
+STATES = (*LIVE, "dead", "failed", "archived")
 
 # What a list shows of a payload; the page of one message shows more of it.
 _COLUMNS = """
@@ -106,7 +107,39 @@ def show_one(page: Page) -> Response:
         most_shown=MOST_SHOWN,
         trace=_trace(message.get("headers")),
         may_admin=page.may_change("admin", name),
+        may_cancel=any(row["status"] in LIVE for row in states),
     )
+
+
+def ask_cancel(page: Page) -> Response:
+    """Ask before a message is cancelled."""
+    name, number = page.form.need("queue"), page.form.number("id")
+    states = [
+        ((row["consumer_name"] or "all consumers"), row["status"])
+        for row in page.rows("select m.consumer_name, m.status from pgque.get_message(%s, %s) as m", [name, number])
+    ]
+    return page.shown(
+        "confirm.html",
+        queue=name,
+        title=f"Cancel message {number}?",
+        facts=states,
+        text="It is not delivered any more, to no consumer. If a worker has it, its handler runs on, and the outcome"
+        " does not count. Streams and others who read by offsets still see it. This cannot be undone.",
+        action="/message/cancel",
+        fields=[("queue", name), ("id", number)],
+        button="Cancel the message",
+        keep="Keep it",
+        danger=True,
+        allowed=page.may_change("admin", name),
+        back=("/message", {"queue": name, "id": number}),
+    )
+
+
+def cancel(page: Page) -> Response:
+    """Cancel a message for all consumers."""
+    name, number = page.form.need("queue"), page.form.number("id")
+    state = page.value("select pgque.cancel(%s, %s)", [name, number])
+    return page.done(f"Message {number} was {state}.", "/messages", queue=name)
 
 
 def _found(page: Page, asked: dict[str, object]) -> tuple[list[Row], Row]:
