@@ -177,7 +177,14 @@ begin
     where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
       and m.map_valid and m.map_filenodes = v_filenodes
       and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
-      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+      -- Chunks have the order of their ids, so the one with the last id is the last to read.
+      and m.map_id_hi <= coalesce((
+        select e.map_id_hi
+        from pgque.window_map e
+        where e.map_queue = p_queue_id and e.map_from = p_pos.pos_tick and e.map_to = p_pos.pos_next_tick
+          and e.map_valid and e.map_filenodes = v_filenodes and e.map_id_hi >= p_pos.pos_last_id
+        order by e.map_id_hi
+        limit 1), 9223372036854775807)
     order by m.map_id_hi
     limit p_max / 25 + 3
   ) m;

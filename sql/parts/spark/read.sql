@@ -142,10 +142,10 @@ begin
     perform pgque._fail('PQ005', format('next_window needs a limit of at least 1, and with after_id the tick that ends the window, for queue %I', v_queue.queue_name),
       'Pass what the call before returned: its upto_id as after_id, and its to_tick as upto.');
   else
-    to_tick := $6;
+    to_tick := (pgque._need_tick(v_queue, $6)).tick_id;
   end if;
   if v_max is not null and to_tick is not null then
-    upto_id := pgque._cut(v_queue.queue_id, pgque._part_of_window(pgque._need_tick(v_queue, $2), pgque._need_tick(v_queue, to_tick), $3, null),
+    upto_id := pgque._cut(v_queue.queue_id, pgque._part_of_window(pgque._need_tick(v_queue, $2), pgque._tick(v_queue.queue_id, to_tick), $3, null),
       pgque._row_condition($1, $7, $3, null), v_max);
   end if;
 end
