@@ -4,11 +4,10 @@
 
 -- Opens a batch, PgQ's way: messages in the retry queue that are due, else the next
 -- window (see _next_window), or the rest of one that was begun, by receive() or by a batch
--- of max_window messages.  The id of an
--- open batch is returned again.  Null if nothing is due and there is no further tick.
--- Messages that receive() would not deliver are left out, and bodies are final from here
--- on, since a client may read the batch only when it finishes it.  With a worker, a
--- subconsumer, the batch belongs to that worker.
+-- of max_window messages.  The id of an open batch is returned again.  Null if nothing is
+-- due and there is no further tick.  Messages that receive() would not deliver are left
+-- out, and bodies are final from here on, since a client may read the batch only when it
+-- finishes it.  With a worker, a subconsumer, the batch belongs to that worker.
 create or replace function pgque._open_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user
 ) returns bigint
@@ -84,9 +83,9 @@ end
 $$;
 
 -- Opens the window of a batch.  Without conditions it ends as that of receive() does, at
--- the furthest tick up to ticker_max_count events, or max_window, so that a consumer that lags by many
--- small ticks catches up.  A condition on the size chooses the nearest tick that fits:
--- its caller decides how big windows are.
+-- the furthest tick up to ticker_max_count events (max_window if that is less), so that a
+-- consumer that lags by many small ticks catches up.  A condition on the size chooses the
+-- nearest tick that fits: its caller decides how big windows are.
 create or replace function pgque._next_window(
   p_pos pgque.position, p_queue pgque.queue, p_min_lag interval, p_min_count int, p_min_interval interval
 ) returns pgque.position
@@ -144,13 +143,14 @@ create or replace function pgque.next_batch_info(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch_info(text, text) is
-  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks.';
+  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks: if the batch is a part of a window (see max_window), those of '
+  'the window.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select pgque._open_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch(text, text) is
   'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
-  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more. Retries that '
+  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more, unless max_window is set: then a larger window becomes several batches. Retries that '
   'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
   'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
   'workers; PQ011 not subscribed.';
@@ -266,5 +266,6 @@ begin
 end
 $$;
 comment on function pgque.get_batch_info(bigint, pgque.caller) is
-  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
+  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. For a part of a window (see max_window) '
+  'these are of the window. Errors: '
   'PQ012 the batch is not open.';
