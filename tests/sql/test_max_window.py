@@ -164,27 +164,30 @@ def test_a_batch_of_retries_has_at_most_max_window(conn: Connection, subscribed:
     assert sorted(map(len, parts(conn, subscribed))) == [10, 20]
 
 
-def test_keys_and_ttls_are_chosen_within_each_part(
-    conn: Connection, subscribed: str, connect: Connect
-) -> None:
+def test_keys_and_ttls_are_chosen_within_each_part(conn: Connection, subscribed: str) -> None:
     plain = send_many(conn, subscribed, 30)
     keyed = [post(conn, subscribed, "old", key=str(n)) for n in range(10)]
     expired = [post(conn, subscribed, ttl="1 microsecond") for _ in range(10)]
     last = send_many(conn, subscribed, 5)
     tick(conn, subscribed)
-    for n in (2, 8):  # in a part that is not open yet
-        post(conn, subscribed, "new", key=str(n))
-    configure(conn, subscribed, max_window=15)
+    configure(conn, subscribed, max_window=12)
     found: list[tuple[int, str]] = []
     sizes = []
+    fresh = []
     for batch, _ in batches(conn, subscribed):
+        if not sizes:
+            post(conn, subscribed, "new", key="9")  # in a part that is not open yet
+        elif len(sizes) == 2:
+            fresh = [post(conn, subscribed, "after", key="0")]  # in the open part
+            post(conn, subscribed, "new", key="8")
+            tick(conn, subscribed)
         events = rows(conn, "select ev_id, ev_data from pgque.get_batch_events(%s)", batch)
         sizes.append(len(events))
         found += events
-    assert [number for number, _ in found] == [*plain, *keyed, *last]
-    assert max(sizes) == 15
+    assert [number for number, _ in found] == [*plain, *keyed, *last, *fresh]
+    assert sizes[:3] == [12, 12, 12]
     bodies = dict(found)
-    assert [bodies[number] for number in keyed] == ["new" if n in (2, 8) else "old" for n in range(10)]
+    assert [bodies[number] for number in keyed] == ["new" if n in (8, 9) else "old" for n in range(10)]
     assert not set(expired) & bodies.keys()
 
 

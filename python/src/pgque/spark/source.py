@@ -516,7 +516,11 @@ class _Stream:
             self._need(after)
             return self._next(after, max_events, max_ticks, upto)
         except PgqueTickNotFound as error:
-            after = Place(self._earliest(after.tick, error))
+            earliest = self._earliest(after.tick, error)
+            if after.is_part and earliest <= after.tick:
+                # The tick that ended the window is lost. What is in the window now is read from its beginning.
+                return self.next_place(Place(after.tick, after.incarnation), max_events, max_ticks, upto)
+            after = Place(earliest)
             return self._next(after, max_events, max_ticks, upto)
 
     def _need(self, place: Place) -> None:
