@@ -172,8 +172,8 @@ def test_keys_and_ttls_are_chosen_within_each_part(conn: Connection, subscribed:
     tick(conn, subscribed)
     configure(conn, subscribed, max_window=12)
     found: list[tuple[int, str]] = []
-    sizes = []
-    fresh = []
+    sizes: list[int] = []
+    fresh: list[int] = []
     for batch, _ in batches(conn, subscribed):
         if not sizes:
             post(conn, subscribed, "new", key="9")  # in a part that is not open yet

@@ -518,7 +518,7 @@ class _Stream:
         except PgqueTickNotFound as error:
             earliest = self._earliest(after.tick, error)
             if after.is_part and earliest <= after.tick:
-                # The tick that ended the window is lost. What is in the window now is read from its beginning.
+                # The tick that ended the window is lost: what comes behind its first one is read again.
                 return self.next_place(Place(after.tick, after.incarnation), max_events, max_ticks, upto)
             after = Place(earliest)
             return self._next(after, max_events, max_ticks, upto)
