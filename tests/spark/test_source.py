@@ -458,6 +458,86 @@ def test_a_micro_batch_keeps_its_limits(source: Source, conn: Connection) -> Non
         assert [len(found) for _, found in box] == sizes
 
 
+def stored_ticks(checkpoint: str) -> list[Any]:
+    """Return what the offsets of a checkpoint have as the tick, the oldest first."""
+    files = (file for file in Path(checkpoint, "offsets").iterdir() if file.name.isdigit())
+    return [
+        json.loads(file.read_text().splitlines()[-1])["tick"]
+        for file in sorted(files, key=lambda file: int(file.name))
+    ]
+
+
+def test_a_giant_tick_becomes_several_micro_batches(source: Source, conn: Connection) -> None:
+    before = forced_tick(conn, source.queue)
+    box: Batches = []
+
+    def go_on(**options: object) -> None:
+        query = source.start(source.stream(startingAt="earliest", **options), box)
+        query.processAllAvailable()
+        query.stop()
+
+    # Without max_window, and within it, offsets are those of 0.8.
+    send(conn, source.queue, "0")
+    first = forced_tick(conn, source.queue)
+    go_on()
+    assert stored_ticks(source.checkpoint) == [first]
+    configure(conn, source.queue, max_window=1000)
+    ids = send_many(conn, source.queue, 2500)
+    last = forced_tick(conn, source.queue)
+    go_on()
+    assert [len(found) for _, found in box] == [1, 1000, 1000, 500]
+    assert stored_ticks(source.checkpoint) == [
+        first,
+        *(f"{first}:{last}:{ids[n]}" for n in (999, 1999)),
+        last,
+    ]
+    send_many(conn, source.queue, 900)
+    forced_tick(conn, source.queue)
+    go_on(maxEventsPerTrigger=700)
+    assert [len(found) for _, found in box[4:]] == [700, 200]
+    assert sorted(payloads(box)) == sorted(
+        ["0", *(str(n) for size in (2500, 900) for n in range(1, size + 1))]
+    )
+    assert before < value(conn, "select last_tick from pgque.get_consumer_info(%s, 'c')", source.queue)
+
+
+def test_a_part_of_a_tick_that_failed_is_read_again_as_it_was(source: Source, conn: Connection) -> None:
+    configure(conn, source.queue, max_window=100)
+    send_many(conn, source.queue, 250)
+    forced_tick(conn, source.queue)
+    box: Batches = []
+    query = source.start(source.stream(startingAt="earliest"), box, fail=1)
+    assert "failed on purpose" in failure(query.awaitTermination, 60)
+    position = "select last_tick from pgque.get_consumer_info(%s, 'c')"
+    assert value(conn, position, source.queue) == 1
+    # Whatever the limit is now, the part that was planned is the same.
+    configure(conn, source.queue, max_window=30)
+    send(conn, source.queue, "later")
+    forced_tick(conn, source.queue)
+    again: Batches = []
+    query = source.start(source.stream(maxEventsPerTrigger=50), again)
+    query.processAllAvailable()
+    query.stop()
+    assert [(number, len(found)) for number, found in again] == [(1, 100), (2, 30), (3, 20), (4, 1)]
+    assert Counter(box[1][1]) == Counter(again[0][1])
+    found = payloads(box[:1] + again)
+    assert Counter(found) == Counter([*(str(n) for n in range(1, 251)), "later"])
+    # A new checkpoint begins where the consumer stands: before a window that is read in part.
+    assert value(conn, position, source.queue) > 1
+
+
+def test_a_checkpoint_within_a_tick_that_was_lost_ends_the_query(source: Source, conn: Connection) -> None:
+    configure(conn, source.queue, max_window=10)
+    send_many(conn, source.queue, 25)
+    last = forced_tick(conn, source.queue)
+    assert [len(found) for _, found in source.run(source.stream(startingAt="earliest"), fail=1)] == [10, 10]
+    # As after a failover to a standby that did not have it: another transaction may be in the next tick.
+    forced_tick(conn, source.queue)
+    gone = "delete from pgque.tick t using pgque.queue q where q.queue_id = t.tick_queue and q.queue_name = %s and t.tick_id = %s"
+    rows(conn, gone, source.queue, last)
+    assert f"tick not found: {last}" in failure(source.run, source.stream())
+
+
 def test_limits_that_are_lowered_between_two_runs_read_nothing_twice(
     source: Source, conn: Connection
 ) -> None:

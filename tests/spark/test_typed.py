@@ -225,6 +225,20 @@ def test_bad_records_are_dead_when_their_micro_batch_is_committed(typed: Typed, 
     )
 
 
+def test_bad_records_of_a_part_are_dead_although_the_query_was_started_again_within_the_tick(
+    typed: Typed, conn: Connection
+) -> None:
+    options: Any = {"payloadSchema": "id bigint", "badRecords": "dead", "startingAt": "earliest"}
+    value(conn, "select pgque.set_queue_config(%s, 'max_window', '2')", typed.queue)
+    put(conn, typed.queue, "bad 1", '{"id": 1}', '{"id": 2}', "bad 2", "bad 3")
+    assert typed.stream(fail=1, **options) == [1, 2]
+    while found := typed.stream(**options):
+        assert found == [2]
+    put(conn, typed.queue, '{"id": 3}')
+    assert typed.stream(**options) == [3]
+    assert dead_letters(conn, typed.queue) == ["bad 1", "bad 2", "bad 3"]
+
+
 def test_a_run_without_a_schema_forgets_what_the_run_before_it_could_not_parse(
     typed: Typed, conn: Connection
 ) -> None:

@@ -14,6 +14,7 @@ from sql.helpers import Connection, configure, forced_tick, refused, rows, send,
 CALLS = {
     "tick_for": "select pgque.tick_for(%(queue)s, %(tick)s::text, %(incarnation)s)",
     "next_tick": "select pgque.next_tick(%(queue)s, %(tick)s, incarnation => %(incarnation)s)",
+    "next_window": "select pgque.next_window(%(queue)s, %(tick)s, incarnation => %(incarnation)s)",
     "split_window": "select pgque.split_window(%(queue)s, %(tick)s, %(tick)s, 1, %(incarnation)s)",
     "read_window": "select pgque.read_window(%(queue)s, %(tick)s, %(tick)s, incarnation => %(incarnation)s)",
     "read_window to": "select pgque.read_window(%(queue)s, 1, %(tick)s, incarnation => %(incarnation)s)",

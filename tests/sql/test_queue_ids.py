@@ -141,6 +141,7 @@ def test_every_function_that_takes_a_queue_takes_its_id(own: Connection) -> None
         "tick_for",
         "seek_to_time",
         "next_tick",
+        "next_window",
         "queue_incarnation",
         "read_window",
         "sink_commit",

@@ -334,6 +334,9 @@ select pgque.tick_for('orders', 'latest');
 -- next_tick
 select pgque.next_tick('orders', :from_tick, max_events => 10000);
 
+-- next_window
+select to_tick, upto_id from pgque.next_window('orders', :from_tick, max_events => 10000);
+
 -- split_window
 select from_tick, to_tick, parts, part from pgque.split_window('orders', :from_tick, :to_tick, 4);
 

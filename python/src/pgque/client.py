@@ -558,7 +558,8 @@ class PgqueClient:
 
     def next_batch(self, queue: str, consumer: str) -> int | None:
         """Open the next window of whole ticks as a batch, up to `ticker_max_count` events, and return its id,
-        or None. Calls `pgque.next_batch`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
+        or None. With the setting `max_window` a large window becomes several batches. Calls
+        `pgque.next_batch`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
         return self._maybe(
             int,
             "select pgque.next_batch(%(queue)s::text, %(consumer)s::text)",

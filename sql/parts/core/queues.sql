@@ -87,7 +87,7 @@ language sql immutable as $$
     ('ticker_max_count', 'int'), ('ticker_max_lag', 'interval'), ('ticker_idle_period', 'interval'),
     ('tick_gap', 'interval'), ('tick_storage', 'bigint'), ('ticker_paused', 'boolean'), ('external_ticker', 'boolean'),
     ('rotation_period', 'interval'), ('retention_period', 'interval'),
-    ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('max_consumers', 'int'), ('throughput_limit', 'int'),
+    ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('max_consumers', 'int'), ('throughput_limit', 'int'), ('max_window', 'int'),
     ('visibility_timeout', 'interval'), ('max_receive_attempts', 'int'), ('max_retries', 'int'), ('retry_backoff', 'jsonb'),
     ('drop_policy', 'text'), ('dead_letter_queue', 'queue'), ('archive_on_ack', 'boolean'),
     ('health_pending_warn', 'interval'), ('health_pending_fail', 'interval'),

@@ -181,7 +181,9 @@ create table if not exists pgque.queue (
     constraint queue_tick_storage_range check (queue_tick_storage >= 1048576),
   queue_reader             text,
   queue_incarnation        uuid,
-  queue_floor              bigint not null default 0
+  queue_floor              bigint not null default 0,
+  queue_max_window         int not null default 0
+    constraint queue_max_window_range check (queue_max_window >= 0)
 ) with (fillfactor = 50);
 comment on table pgque.queue is 'The queues with their settings; see alter_queue().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
@@ -835,7 +837,8 @@ declare
 begin
   perform pgque._add_columns('pgque.queue', $c$
     queue_incarnation uuid;
-    queue_floor bigint not null default 0$c$);
+    queue_floor bigint not null default 0;
+    queue_max_window int not null default 0 constraint queue_max_window_range check (queue_max_window >= 0)$c$);
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
   -- A parallel restore loads the tables of an extension in any order, so they refer to
@@ -884,6 +887,9 @@ comment on column pgque.queue.queue_tick_storage is
 comment on column pgque.queue.queue_reader is 'Unused since 0.9.';
 comment on column pgque.queue.queue_floor is
   'Event sequence of the oldest tick that was stored at the last rotation: no consumer stands before it, so that max_depth is checked by a subtraction.';
+comment on column pgque.queue.queue_max_window is
+  'How many messages a batch of next_batch(), or a micro-batch of Spark, has at most; 0: no limit, so that a batch is whole windows. A larger window becomes '
+  'several batches with the same two ticks. Unit: messages.';
 comment on column pgque.queue.queue_incarnation is
   'Identity of the queue since it was loaded from a dump, because its ticks begin anew then; NULL if it never was: then queue_uid is its identity. '
   'See queue_incarnation().';

@@ -177,7 +177,14 @@ begin
     where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
       and m.map_valid and m.map_filenodes = v_filenodes
       and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
-      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+      -- Chunks have the order of their ids, so the one with the last id is the last to read.
+      and m.map_id_hi <= coalesce((
+        select e.map_id_hi
+        from pgque.window_map e
+        where e.map_queue = p_queue_id and e.map_from = p_pos.pos_tick and e.map_to = p_pos.pos_next_tick
+          and e.map_valid and e.map_filenodes = v_filenodes and e.map_id_hi >= p_pos.pos_last_id
+        order by e.map_id_hi
+        limit 1), 9223372036854775807)
     order by m.map_id_hi
     limit p_max / 25 + 3
   ) m;
@@ -193,52 +200,98 @@ begin
 end
 $$;
 
--- Returns the query that reads the rows of a position's window above pos_done_id, up to
--- pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, those of
--- the next batch of at most p_max messages.  p_and is one more condition on e.  With
--- p_places, only rows there are read.
+-- Returns the query that reads the rows of a position's window that satisfy p_condition,
+-- as columns of pgque.event.  With p_places, only rows there are read.
 --
--- A window that is far bigger than a batch is read by its map.  p_by_map asks for the
--- map in any case.  A consumer that was moved back can find an event and its own retry
--- in one window: then the retry replaces the event.
-create or replace function pgque._slice_sql(
-  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
-  p_places text[] default null
+-- A window that is far bigger than a batch of p_max messages is read by its map.  p_by_map
+-- asks for the map in any case.
+create or replace function pgque._rows_of_window_sql(
+  p_queue_id int, p_pos pgque.position, p_condition text, p_max bigint default null, p_by_map boolean default false, p_places text[] default null
 ) returns text
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_by_map  boolean;
   v_xids    int8multirange;
-  v_filter  text;
-  v_tids    text[];
-  v_rows    text;
+  v_tids    text[] := p_places;
 begin
   p_by_map := p_by_map or pgque._is_big(p_pos, p_max);
-  v_by_map := p_by_map or p_max is null and exists (
-    select from pgque.window_map m
-    where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
-  v_tids := p_places;
+  v_by_map := p_by_map or p_max is null and pgque._is_mapped(p_queue_id, p_pos);
   if v_tids is null and v_by_map then
     -- From here on no table can be rewritten while its row addresses are used.
-    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
-    v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_queue_id);
+    v_tids := pgque._map_conditions(p_queue_id, p_pos, p_max);
   end if;
   if v_tids is null then
     v_xids := pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
     if p_by_map then
-      perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
-      v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+      perform pgque._map_window(p_queue_id, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
+      v_tids := pgque._map_conditions(p_queue_id, p_pos, p_max);
     end if;
   end if;
   if v_tids is not null then
     v_xids := null;
-    v_filter := ' and ' || pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
+    p_condition := p_condition || ' and ' || pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
   end if;
-  v_rows := pgque._rows_sql(p_sub.sub_queue, pg_catalog.concat(pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id), v_filter, p_and), v_tids, v_xids);
+  return pgque._rows_sql(p_queue_id, p_condition, v_tids, v_xids);
+end
+$$;
+
+-- Returns whether a window has a map.
+create or replace function pgque._is_mapped(p_queue_id int, p_pos pgque.position) returns boolean
+language plpgsql as $$
+begin
+  return exists (
+    select from pgque.window_map m
+    where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
+end
+$$;
+
+-- Returns the query that reads the rows of a position's window above pos_done_id, up to
+-- pos_last_id: those of a batch, or, with p_max, those of the next batch of at most p_max
+-- messages.  p_and is one more condition on e.  A consumer that was moved back can find an
+-- event and its own retry in one window: then the retry replaces the event.
+create or replace function pgque._slice_sql(
+  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
+  p_places text[] default null
+) returns text
+language plpgsql as $$
+declare
+  v_rows  text := pgque._rows_of_window_sql(p_sub.sub_queue, p_pos,
+    pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id) || p_and, p_max, p_by_map, p_places);
+begin
   if p_pos.pos_tick < p_pos.pos_high then
     v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
   end if;
   return v_rows;
+end
+$$;
+
+-- Returns the id of the p_max-th of the rows of a position's window that satisfy
+-- p_condition, if there are more: so a window can be cut into parts.  The rows of a window
+-- are fixed, because each of its transactions had ended before its last tick.  So a part
+-- is the same rows whenever it is read, and each row is in one part.  A part ends with all
+-- rows of its last id: several bodies of a key may have the same id.
+--
+-- How many rows there are does not follow from the event sequences of the two ticks: a
+-- transaction that ran across ticks drew its ids before the first of them.  So rows are
+-- counted, as far as it matters.
+create or replace function pgque._cut(p_queue_id int, p_pos pgque.position, p_condition text, p_max bigint) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_big     bigint := pgque._most_unmapped(p_max);
+  v_by_map  boolean := pgque._is_mapped(p_queue_id, p_pos);
+  v_count   bigint;
+begin
+  if not v_by_map then
+    execute pg_catalog.format('select count(*) from (select from (%s) e limit %s) e', pgque._rows_of_window_sql(p_queue_id, p_pos, p_condition), v_big + 1)
+    into v_count;
+    if v_count <= p_max then
+      return null;
+    end if;
+    v_by_map := v_count > v_big;
+  end if;
+  v_by_map := v_by_map and pg_catalog.current_setting('transaction_read_only') = 'off';   -- else by a map that is there
+  return pgque._id_of_row(pgque._rows_of_window_sql(p_queue_id, p_pos, p_condition, case when v_by_map then p_max end, v_by_map), p_max);
 end
 $$;
 

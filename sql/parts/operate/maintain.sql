@@ -679,7 +679,9 @@ begin
   if pg_relation_size('pgque.window_map') > 268435456 or exists (select from pgque.window_map) and not exists (
     select from pgque.subscriber s
     cross join lateral pgque._position(s.sub_id) p
-    where (pgque._next_from(p)).pos_done_id is not null)
+    where (pgque._next_from(p)).pos_done_id is not null
+      -- A reader of offsets stands before its window until it has read all of it.
+      or s.sub_offsets and exists (select from pgque.window_map m where m.map_queue = s.sub_queue and m.map_from = p.pos_tick))
   then
     v_count := v_count + pgque._empty('pgque.window_map', 'false');
   end if;

@@ -3,11 +3,11 @@
 -- ---------------------------------------------------------------------------
 
 -- Opens a batch, PgQ's way: messages in the retry queue that are due, else the next
--- window (see _next_window), or the rest of one that receive() has begun.  The id of an
--- open batch is returned again.  Null if nothing is due and there is no further tick.
--- Messages that receive() would not deliver are left out, and bodies are final from here
--- on, since a client may read the batch only when it finishes it.  With a worker, a
--- subconsumer, the batch belongs to that worker.
+-- window (see _next_window), or the rest of one that was begun, by receive() or by a batch
+-- of max_window messages.  The id of an open batch is returned again.  Null if nothing is
+-- due and there is no further tick.  Messages that receive() would not deliver are left
+-- out, and bodies are final from here on, since a client may read the batch only when it
+-- finishes it.  With a worker, a subconsumer, the batch belongs to that worker.
 create or replace function pgque._open_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user
 ) returns bigint
@@ -17,6 +17,7 @@ declare
   v_sub    pgque.subscriber := v_turn.sub;
   v_queue  pgque.queue := v_turn.queue;
   v_pos    pgque.position := v_turn.pos;
+  v_max    bigint := nullif(v_queue.queue_max_window, 0);
   v_token  bigint;
   v_count  bigint := 0;
 begin
@@ -25,7 +26,7 @@ begin
   end if;
   v_token := pgque._new_batch_id(v_pos);
   if v_turn.due then
-    v_pos.pos_shelf := pgque._lease_retries(v_queue, v_sub, v_token, 10000, $3, v_turn.until, p_from => lower(v_pos.pos_due));
+    v_pos.pos_shelf := pgque._lease_retries(v_queue, v_sub, v_token, least(10000, v_max), $3, v_turn.until, p_from => lower(v_pos.pos_due));
   end if;
   if v_pos.pos_shelf = 0 then
     if v_pos.pos_done_id is null then
@@ -35,9 +36,10 @@ begin
         return null;
       end if;
     end if;
-    v_pos.pos_last_id := null;
+    v_pos.pos_last_id := case when v_max is not null then
+      pgque._cut(v_queue.queue_id, v_pos, pgque._slice_condition(v_sub.sub_id, v_pos.pos_done_id, null), v_max) end;
     -- The number of messages is not known yet.
-    v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
+    v_pos.pos_done_count := case when v_pos.pos_last_id is null then greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1) else v_max end;
     v_count := v_pos.pos_done_count;
     if pgque._must_choose(v_sub, v_pos) then
       perform pgque._choose(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
@@ -81,21 +83,22 @@ end
 $$;
 
 -- Opens the window of a batch.  Without conditions it ends as that of receive() does, at
--- the furthest tick up to ticker_max_count events, so that a consumer that lags by many
--- small ticks catches up.  A condition on the size chooses the nearest tick that fits:
--- its caller decides how big windows are.
+-- the furthest tick up to ticker_max_count events (max_window if that is less), so that a
+-- consumer that lags by many small ticks catches up.  A condition on the size chooses the
+-- nearest tick that fits: its caller decides how big windows are.
 create or replace function pgque._next_window(
   p_pos pgque.position, p_queue pgque.queue, p_min_lag interval, p_min_count int, p_min_interval interval
 ) returns pgque.position
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
+  v_max    bigint := least(p_queue.queue_ticker_max_count, nullif(p_queue.queue_max_window, 0));
   v_sized  boolean := p_min_count is not null or p_min_interval is not null;
   v_prev   pgque.tick;
   v_tick   pgque.tick;
 begin
   p_pos := pgque._with_window(p_pos, null);
   if p_min_lag is null and not v_sized then
-    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count);
+    return pgque._open_window(p_pos, p_queue.queue_id, v_max);
   end if;
   v_prev := pgque._tick(p_queue.queue_id, p_pos.pos_tick);
   for v_tick in
@@ -107,7 +110,7 @@ begin
     using p_pos.pos_tick, p_min_lag, pgque.clock(), p_min_count, p_min_interval, v_prev.tick_event_seq, v_prev.tick_time,
       case when v_sized then 1 else 100 end
   loop
-    exit when p_pos.pos_next_tick is not null and v_tick.tick_event_seq > p_pos.pos_event_seq + p_queue.queue_ticker_max_count;
+    exit when p_pos.pos_next_tick is not null and v_tick.tick_event_seq > p_pos.pos_event_seq + v_max;
     p_pos := pgque._with_window(p_pos, v_tick);
   end loop;
   return p_pos;
@@ -140,13 +143,14 @@ create or replace function pgque.next_batch_info(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch_info(text, text) is
-  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks.';
+  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks: if the batch is a part of a window (see max_window), those of '
+  'the window.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select pgque._open_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch(text, text) is
   'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
-  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more. Retries that '
+  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more, unless max_window is set: then a larger window becomes several batches. Retries that '
   'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
   'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
   'workers; PQ011 not subscribed.';
@@ -263,5 +267,6 @@ begin
 end
 $$;
 comment on function pgque.get_batch_info(bigint, pgque.caller) is
-  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
+  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. For a part of a window (see max_window) '
+  'these are of the window. Errors: '
   'PQ012 the batch is not open.';

@@ -127,6 +127,63 @@ comment on function pgque.next_tick(text, bigint, bigint, int, bigint, uuid, pgq
   'one, at most max_ticks, none after upto, and as many as hold max_events events. One tick can hold more than max_events. incarnation: see queue_incarnation(). '
   'Errors: PQ001 no such queue; PQ005 a limit is below 1; PQ015 the tick is not stored, or the queue is another incarnation.';
 
+create or replace function pgque.next_window(
+  queue_name text, after_tick bigint, after_id bigint default null, max_events bigint default null, max_ticks int default null, upto bigint default null,
+  consumer_name text default null, incarnation uuid default null, caller pgque.caller default current_user, out to_tick bigint, out upto_id bigint
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._need_incarnation(pgque._queue($1, caller, 'consume'), incarnation);
+  v_max    bigint := case when v_queue.queue_max_window > 0 then least($4, v_queue.queue_max_window) end;
+begin
+  if $3 is null then
+    to_tick := pgque.next_tick($1, $2, coalesce(v_max, $4), $5, $6, incarnation, caller);
+  elsif $6 is null or least($4, $6 - $2) < 1 then
+    perform pgque._fail('PQ005', format('next_window needs a limit of at least 1, and with after_id the tick that ends the window, for queue %I', v_queue.queue_name),
+      'Pass what the call before returned: its upto_id as after_id, and its to_tick as upto.');
+  else
+    to_tick := (pgque._need_tick(v_queue, $6)).tick_id;
+  end if;
+  if v_max is not null and to_tick is not null then
+    upto_id := pgque._cut(v_queue.queue_id, pgque._part_of_window(pgque._need_tick(v_queue, $2), pgque._tick(v_queue.queue_id, to_tick), $3, null),
+      pgque._row_condition($1, $7, $3, null), v_max);
+  end if;
+end
+$$;
+comment on function pgque.next_window(text, bigint, bigint, bigint, int, bigint, text, uuid, pgque.caller) is
+  'Returns where the next piece of work ends, for a reader that has read up to after_tick. to_tick: as next_tick() returns it; NULL if there is no further tick. '
+  'upto_id: NULL for whole ticks. If the queue has a max_window, a piece has at most this number of events, and at most max_events. Then a window with more is cut: the piece has '
+  'its ids up to upto_id, and the next call is for the rest, with the same after_tick, this upto_id as after_id, and this to_tick as upto. Read a piece with read_window(queue_name, after_tick, '
+  'to_tick, after_id => …, upto_id => …). It has more events only if several have its last id (bodies of a key). consumer_name: its retries count too. incarnation: see '
+  'queue_incarnation(). Errors: PQ001 no such queue; PQ005 a limit is below 1, or after_id without upto; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another '
+  'incarnation.';
+
+-- Returns a part of the window between two ticks as a position: the ids above p_after, up to
+-- p_upto.
+create or replace function pgque._part_of_window(p_from pgque.tick, p_to pgque.tick, p_after bigint, p_upto bigint) returns pgque.position
+language plpgsql as $$
+declare
+  v_pos  pgque.position;
+begin
+  v_pos := pgque._with_window(pgque._at_tick(v_pos, p_from), p_to);
+  v_pos.pos_done_id := p_after;
+  v_pos.pos_last_id := p_upto;
+  return v_pos;
+end
+$$;
+
+-- Returns the condition for the rows of a window that a reader of offsets gets: those for
+-- every consumer and, with a consumer, its retries, with ids in (p_after, p_upto].  Each body
+-- of a key is a row (owner 0), with the id of the first.
+create or replace function pgque._row_condition(p_queue text, p_consumer text, p_after bigint, p_upto bigint) returns text
+language plpgsql as $$
+begin
+  return case when p_consumer is null then '(e.ev_owner is null or e.ev_owner = 0)'
+      else pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s))', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
+    || coalesce(' and e.ev_id > ' || p_after, '') || coalesce(' and e.ev_id <= ' || p_upto, '');
+end
+$$;
+
 -- The same window is split in the same way as long as its ticks are stored.
 create or replace function pgque.split_window(
   queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, incarnation uuid default null, caller pgque.caller default current_user, out part int
@@ -182,12 +239,12 @@ begin
 end
 $$;
 
--- Returns the query for the rows that became visible between two ticks: those for every
--- consumer and, with a consumer, its retries.  It returns the same rows whenever it
--- runs.  So a message's ttl is compared with the window's end and not with the clock,
--- and each body of a key is a row (owner 0), with the id of the first.
+-- Returns the query for the rows that became visible between two ticks.  It returns the
+-- same rows whenever it runs.  So a message's ttl is compared with the window's end and not
+-- with the clock.
 create or replace function pgque._window_sql(
-  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_incarnation uuid, p_caller name
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_incarnation uuid, p_caller name,
+  p_after bigint default null, p_upto bigint default null
 ) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
@@ -202,37 +259,38 @@ begin
   v_from := pgque._need_tick(v_queue, p_from);
   v_to := pgque._need_tick(v_queue, p_to);
   v_cond := pg_catalog.format('(e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
-    || case when p_consumer is null then '(e.ev_owner is null or e.ev_owner = 0)'
-      else pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s))', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
+    || pgque._row_condition(p_queue, p_consumer, p_after, p_upto)
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
     || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
-  return pg_catalog.format('select %s from (%s) e order by e.ev_id',
-    pgque._event_columns(), pgque._rows_sql(v_queue.queue_id, v_cond, null, pgque._xids(v_from.tick_snapshot, v_to.tick_snapshot)));
+  return pg_catalog.format('select %s from (%s) e order by e.ev_id', pgque._event_columns(),
+    pgque._rows_of_window_sql(v_queue.queue_id, pgque._part_of_window(v_from, v_to, p_after, p_upto), v_cond));
 end
 $$;
 
 -- Not stable: the tick may be younger than the calling statement.
 create or replace function pgque.read_window(
   queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
-  parts int default 1, part int default 0, incarnation uuid default null, caller pgque.caller default current_user,
+  parts int default 1, part int default 0, incarnation uuid default null, after_id bigint default null, upto_id bigint default null,
+  caller pgque.caller default current_user,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 begin
-  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, incarnation, caller);
+  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, incarnation, caller, after_id, upto_id);
 end
 $$;
-comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, uuid, pgque.caller) is
+comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, pgque.caller) is
   'Returns the events between two ticks in the order of their ids, without side effects. consumer_name: its retries too, if it is read by offsets. types: only events of these '
-  'types. parts and part: only ids whose remainder by parts is part. While a consumer stands at from_tick or before, each call returns the same rows. '
+  'types. parts and part: only ids whose remainder by parts is part. after_id, upto_id: only ids above the first, up to the second; see next_window(). While a consumer stands at from_tick or before, each call returns the same rows. '
   'incarnation: see queue_incarnation(); without it, a queue that was created again can have other events between ticks with these ids. '
   'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another incarnation.';
 
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
-  parts int default 1, part int default 0, incarnation uuid default null, caller pgque.caller default current_user
+  parts int default 1, part int default 0, incarnation uuid default null, after_id bigint default null, upto_id bigint default null,
+  caller pgque.caller default current_user
 ) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
 declare
@@ -242,10 +300,10 @@ begin
     perform pgque._fail('PQ005', format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
       'Pass any name that is free in this transaction, and FETCH from it.');
   end if;
-  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller);
+  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller, after_id, upto_id);
 end
 $$;
-comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, pgque.caller) is
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, pgque.caller) is
   'Opens a cursor named cursor_name over the rows of read_window(). Read it with FETCH in the same transaction.';
 
 -- Waits for senders that replace a body, as subscribe() does: otherwise the consumer

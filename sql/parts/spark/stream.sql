@@ -4,7 +4,7 @@
 -- ---------------------------------------------------------------------------
 
 create or replace function pgque.stream_lag(
-  queue_name text, consumer_name text, tick_id bigint, incarnation uuid default null, caller pgque.caller default current_user,
+  queue_name text, consumer_name text, tick_id bigint, incarnation uuid default null, after_id bigint default null, caller pgque.caller default current_user,
   out newest_tick bigint, out ticks_behind bigint, out events_behind bigint, out oldest_pending interval
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
@@ -17,7 +17,7 @@ declare
 begin
   newest_tick := v_last.tick_id;
   execute format('select count(*) from (%s) t where t.tick_id > $1', pgque._ticks_sql(v_queue.queue_id)) into ticks_behind using $3;
-  events_behind := greatest(coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_tick.tick_event_seq, 0);
+  events_behind := greatest(coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - greatest(v_tick.tick_event_seq, after_id), 0);
   begin
     perform pgque._shorten_lock_timeout();
     oldest_pending := greatest(coalesce(pgque.clock()
@@ -29,10 +29,10 @@ begin
   end;
 end
 $$;
-comment on function pgque.stream_lag(text, text, bigint, uuid, pgque.caller) is
+comment on function pgque.stream_lag(text, text, bigint, uuid, bigint, pgque.caller) is
   'Returns the lag of a consumer that keeps its own offsets and has read up to a tick: the newest tick of the queue, the number of ticks '
   '(ticks_behind) and events (events_behind, at most) after the tick, and the age of the oldest pending event (oldest_pending; 0 if none is '
-  'pending, NULL if another session has a table of the queue locked). incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed; '
+  'pending, NULL if another session has a table of the queue locked). after_id: events of the next window up to this id are read too; oldest_pending counts them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed; '
   'PQ015 the tick is not stored, or the queue is another incarnation.';
 
 -- Rows live from the task that found them until the commit of its micro-batch, or until
@@ -78,7 +78,7 @@ comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], uuid,
   'queue_incarnation(). Errors: PQ001 no such queue; PQ005 no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed; PQ015 the tick '
   'is newer than all of the queue, or the queue is another incarnation.';
 
-create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, incarnation uuid default null,
+create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, incarnation uuid default null, after_id bigint default null,
   caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -88,13 +88,13 @@ declare
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   perform pgque._not_future_tick(v_queue, $3);
-  delete from pgque.bad_record b where b.bad_sub = v_sub.sub_id and b.bad_tick > $3;
+  delete from pgque.bad_record b where b.bad_sub = v_sub.sub_id and b.bad_tick > $3 and (b.bad_ev_id <= after_id) is not true;
   get diagnostics v_count = row_count;
   return v_count;
 end
 $$;
-comment on function pgque.unstage_dead(text, text, bigint, uuid, pgque.caller) is
-  'Deletes the notes of stage_dead() for windows that end after after_tick, because these are read again, and returns their number. incarnation: see '
+comment on function pgque.unstage_dead(text, text, bigint, uuid, bigint, pgque.caller) is
+  'Deletes the notes of stage_dead() for windows that end after after_tick, because these are read again, and returns their number. after_id: only those with a higher id. incarnation: see '
   'queue_incarnation(). Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is newer than all of the queue, or the queue '
   'is another incarnation.';
 

@@ -16,12 +16,13 @@ def lags(conn: _connect.Connection, consumer: str, places: Mapping[str, Place]) 
         found = conn.execute(
             "select s.queue, l.newest_tick, l.ticks_behind, l.events_behind,"
             " extract(epoch from l.oldest_pending)"
-            " from unnest(%s::text[], %s::bigint[], %s::uuid[]) as s (queue, tick, incarnation)"
-            " cross join lateral pgque.stream_lag(s.queue, %s, s.tick, s.incarnation) as l",
+            " from unnest(%s::text[], %s::bigint[], %s::uuid[], %s::bigint[]) as s (queue, tick, uid, id)"
+            " cross join lateral pgque.stream_lag(s.queue, %s, s.tick, s.uid, s.id) as l",
             [
                 list(places),
                 [place.tick for place in places.values()],
                 [place.incarnation for place in places.values()],
+                [place.after_id for place in places.values()],
                 consumer,
             ],
         ).fetchall()

@@ -219,7 +219,7 @@ class _Drivers(_Driver):
         consumer = self._options.consumer
         _connect.tell_apart(dict(self._seen), server, conn)
         behind = []
-        for queue, (tick, incarnation) in places.items():
+        for queue, (tick, incarnation, _, after_id) in places.items():
             named = [queue, consumer]
             try:
                 conn.execute("select from pgque.get_consumer_info(%s, %s)", named)
@@ -232,8 +232,8 @@ class _Drivers(_Driver):
             conn.execute("select pgque.seek(%s, %s, %s, false, %s)", [*named, tick, incarnation])
             pending = conn.execute(
                 "select l.oldest_pending is null or l.oldest_pending > '0'"
-                " from pgque.stream_lag(%s, %s, %s, %s) as l",
-                [*named, tick, incarnation],
+                " from pgque.stream_lag(%s, %s, %s, %s, %s) as l",
+                [*named, tick, incarnation, after_id],
             )
             if _connect.one(pending)[0]:
                 behind.append(f"{queue} behind tick {tick}")

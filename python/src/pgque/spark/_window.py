@@ -158,7 +158,8 @@ def _check_payload_column(column: StructField) -> None:
 
 
 class Window(InputPartition):
-    """Name the messages of a queue between two ticks whose id leaves the rest `part`."""
+    """Name the messages of a queue between two ticks whose id leaves the rest `part`, or of them those with
+    ids above `after`, up to `upto`."""
 
     def __init__(
         self,
@@ -169,8 +170,10 @@ class Window(InputPartition):
         part: int = 0,
         server: str | None = None,
         incarnation: str | None = None,
+        after: int | None = None,
+        upto: int | None = None,
     ) -> None:
-        super().__init__((queue, from_tick, to_tick, parts, part, server, incarnation))
+        super().__init__((queue, from_tick, to_tick, parts, part, server, incarnation, after, upto))
         self.server = server
         self.incarnation = incarnation
         self.queue = queue
@@ -178,12 +181,13 @@ class Window(InputPartition):
         self.to_tick = to_tick
         self.parts = parts
         self.part = part
+        self.after = after
+        self.upto = upto
 
     def at(self, server: str | None) -> Window:
         """Return the window on one of several servers."""
-        return Window(
-            self.queue, self.from_tick, self.to_tick, self.parts, self.part, server, self.incarnation
-        )
+        queue, from_tick, to_tick, parts, part, _, *rest = self.value
+        return Window(queue, from_tick, to_tick, parts, part, server, *rest)
 
     def rows(self, parsed: Options) -> str:
         """Return the call that reads the messages."""
@@ -198,6 +202,8 @@ class Window(InputPartition):
                 self.parts,
                 self.part,
                 self.incarnation,
+                self.after,
+                self.upto,
             ),
         )
 
@@ -206,10 +212,8 @@ class Archived(Window):
     """Name messages that a consumer reads before those of the log, by their ids."""
 
     def __init__(self, queue: str, place: Place, after: int, upto: int) -> None:
-        super().__init__(queue, place.tick, place.tick, incarnation=place.incarnation)
+        super().__init__(queue, place.tick, place.tick, 1, 0, None, place.incarnation, after, upto)
         self.value = (queue, place, after, upto)
-        self.after = after
-        self.upto = upto
 
     def rows(self, parsed: Options) -> str:
         """Return the call that reads the messages."""

@@ -1,7 +1,7 @@
 """The data source `pgque` of PySpark: reads queues, as a table or as a stream.
 
-An offset of the stream is a tick, see `_offset`. Between two ticks `read_window` returns the same messages
-for ever, so whatever Spark replays is what it read before.
+An offset of the stream is a tick, or a place within a window, see `_offset`. Between two of them
+`read_window` returns the same messages for ever, so whatever Spark replays is what it read before.
 """
 
 from __future__ import annotations
@@ -323,17 +323,20 @@ class _Driver:
             max_events = max(max_events // (len(new) + others), 1)
         max_ticks = parsed.maxTicksPerTrigger if limited else None
         found = {
-            queue: self._streams[queue].next_tick(after[queue], max_events, max_ticks, upto.get(queue))
+            queue: self._streams[queue].next_place(after[queue], max_events, max_ticks, upto.get(queue))
             for queue in new
         }
         # A micro-batch of a queue that was created again ends in the new one (failOnDataLoss=false).
-        ends = {queue: Place(tick, self._streams[queue].incarnation) for queue, tick in found.items()}
+        ends = {
+            queue: place._replace(incarnation=self._streams[queue].incarnation)
+            for queue, place in found.items()
+        }
         return self.known({**after, **ends})
 
     def known(self, places: Places) -> Places:
         """Return places with an incarnation: those of an earlier version's checkpoint have none yet."""
         return {
-            queue: Place(place.tick, place.incarnation or self._streams[queue].incarnation)
+            queue: place._replace(incarnation=place.incarnation or self._streams[queue].incarnation)
             for queue, place in places.items()
         }
 
@@ -346,13 +349,13 @@ class _Driver:
         for queue, end in ends.items():
             stream = self._stream(queue)
             start = begins.get(queue) or Place(stream.position, stream.incarnation)
-            if start.tick == end.tick and not stream.is_other(start) and not stream.is_other(end):
+            if start.same(end) and not stream.is_other(start) and not stream.is_other(end):
                 continue
             windows = stream.split(start, end)
             found += windows
             if windows and not stream.unstaged:
                 # What a run before this one could not parse is read again, maybe with other options.
-                stream.unstage(windows[0].from_tick)
+                stream.unstage(windows[0])
         return found
 
     def missing(self, queue: str) -> PgqueQueueNotFound | None:
@@ -505,16 +508,20 @@ class _Stream:
         self.incarnation = None
         self.position = self._committed = -1
 
-    def next_tick(self, place: Place, max_events: int | None, max_ticks: int | None, upto: int | None) -> int:
-        """Return the end of the next micro-batch behind a place, or its tick."""
-        after = place.tick
+    def next_place(
+        self, after: Place, max_events: int | None, max_ticks: int | None, upto: int | None
+    ) -> Place:
+        """Return the end of the next micro-batch behind a place, or this place."""
         try:
-            self._need(place)
-            found = self._next(after, max_events, max_ticks, upto)
+            self._need(after)
+            return self._next(after, max_events, max_ticks, upto)
         except PgqueTickNotFound as error:
-            after = self._earliest(after, error)
-            found = self._next(after, max_events, max_ticks, upto)
-        return after if found is None else found
+            earliest = self._earliest(after.tick, error)
+            if after.is_part and earliest <= after.tick:
+                # The tick that ended the window is lost: what comes behind its first one is read again.
+                return self.next_place(Place(after.tick, after.incarnation), max_events, max_ticks, upto)
+            after = Place(earliest)
+            return self._next(after, max_events, max_ticks, upto)
 
     def _need(self, place: Place) -> None:
         """Refuse a place of another incarnation as the server does."""
@@ -522,19 +529,22 @@ class _Stream:
             named = [self._queue, place.incarnation]
             self._driver.do(lambda conn: conn.execute("select pgque.tick_for(%s, 'latest', %s)", named))
 
-    def _next(
-        self, after: int, max_events: int | None, max_ticks: int | None, upto: int | None
-    ) -> int | None:
+    def _next(self, after: Place, max_events: int | None, max_ticks: int | None, upto: int | None) -> Place:
         named = [self._queue, self._options.consumer]
+        upto = after.window if after.is_part else upto
+        limits = [max_events, max_ticks, upto, self._options.consumer, self.incarnation]
         row = self._driver.do(
             lambda conn: conn.execute(
-                f"select pgque.next_tick(%s, %s, %s, %s, %s, %s), ({_POSITION})",
-                [self._queue, after, max_events, max_ticks, upto, self.incarnation, *named],
+                f"select w.to_tick, w.upto_id, ({_POSITION})"
+                " from pgque.next_window(%s, %s, %s, %s, %s, %s, %s, %s) as w",
+                [*named, self._queue, after.tick, after.after_id, *limits],
             ).fetchone()
         )
-        found, stands = row
-        self._check(after, stands)
-        return None if found is None else int(found)
+        to_tick, upto_id, stands = row
+        self._check(after.tick, stands)
+        if to_tick is None:
+            return after
+        return Place(to_tick) if upto_id is None else Place(after.tick, None, to_tick, upto_id)
 
     def take_anew(self) -> bool:
         """Return whether the consumer was made by this stream, as long as nothing was read; then no more."""
@@ -570,8 +580,8 @@ class _Stream:
         # What is not known of an earlier version's checkpoint is that of the queue that is there.
         incarnation = end.incarnation or self.incarnation or start.incarnation
 
-        def split(conn: _connect.Connection, tick: int = start.tick) -> list[Window]:
-            return _split(conn, self._options, self._queue, tick, end.tick, incarnation)
+        def split(conn: _connect.Connection, start: Place = start) -> list[Window]:
+            return _split_places(conn, self._options, self._queue, start, end, incarnation)
 
         try:
             self._need(start)
@@ -583,10 +593,10 @@ class _Stream:
             return self._driver.do(split)
         except PgqueTickNotFound as error:
             earliest = self._earliest(start.tick, error)
-            if earliest >= end.tick:
+            if earliest >= (end.window or end.tick):
                 return []
             try:
-                return self._driver.do(lambda conn: split(conn, earliest))
+                return self._driver.do(lambda conn: split(conn, Place(earliest)))
             except PgqueTickNotFound:
                 # The end itself is lost: the next micro-batch begins with what is there.
                 log.warning("pgque: tick %s of queue %s is gone too", end.tick, self._queue)
@@ -598,10 +608,16 @@ class _Stream:
         row = self._driver.do(lambda conn: conn.execute(f"select ({_POSITION})", named).fetchone())
         self._check(start, row[0])
 
-    def unstage(self, start: int) -> None:
-        """Forget which messages behind `start` did not parse."""
-        named = [self._queue, self._options.consumer, start, self.incarnation]
-        self._driver.do(lambda conn: conn.execute("select pgque.unstage_dead(%s, %s, %s, %s)", named))
+    def unstage(self, first: Window) -> None:
+        """Forget which messages of a window and behind it did not parse."""
+        named = [self._queue, self._options.consumer]
+        calls = [[*named, first.from_tick, self.incarnation, first.after]]
+        if first.after is not None:
+            calls.append([*named, first.to_tick, self.incarnation, None])
+        for call in calls:
+            self._driver.do(
+                lambda conn, call=call: conn.execute("select pgque.unstage_dead(%s, %s, %s, %s, %s)", call)
+            )
         self.unstaged = True
 
     def commit(self, place: Place) -> None:
@@ -689,6 +705,46 @@ def _split(
         [queue, start, end, parsed.numPartitions, incarnation],
     )
     return [Window(queue, begin, upto, parts, part, None, incarnation) for begin, upto, parts, part in rows]
+
+
+def _split_places(
+    conn: _connect.Connection, parsed: Options, queue: str, start: Place, end: Place, incarnation: str | None
+) -> list[Window]:
+    """Cut what lies between two places: the rest of the window that one is within, whole windows, and a part
+    of the last one."""
+    if start.is_part and start.window == end.window and start.tick == end.tick:
+        return _part(parsed, queue, start, end.after_id, incarnation)
+    windows: list[Window] = []
+    begin = start.tick
+    if start.is_part:
+        windows += _part(parsed, queue, start, None, incarnation)
+        begin = start.window or begin
+    if begin != end.tick:
+        windows += _split(conn, parsed, queue, begin, end.tick, incarnation)
+    if end.is_part:
+        windows += _part(parsed, queue, end._replace(after_id=None), end.after_id, incarnation)
+    return windows
+
+
+def _part(
+    parsed: Options, queue: str, place: Place, upto: int | None, incarnation: str | None
+) -> list[Window]:
+    """Cut a part of a window, behind a place, by the rest that the ids leave."""
+    count = parsed.numPartitions
+    return [
+        Window(
+            queue,
+            place.tick,
+            place.window or place.tick,
+            count,
+            part,
+            None,
+            incarnation,
+            place.after_id,
+            upto,
+        )
+        for part in range(count)
+    ]
 
 
 def _tasks(parsed: Options, windows: list[Window]) -> list[InputPartition]:

@@ -25,7 +25,9 @@ GROUPS = {
     "Delivery and failures": re.compile(
         r"visibility_timeout|max_re.*|retry_backoff|drop_policy|dead_letter_queue|throughput_limit|archive_on_ack"
     ),
-    "Storage and limits": re.compile(r"rotation_period|retention_period|message_ttl|max_depth|max_consumers"),
+    "Storage and limits": re.compile(
+        r"rotation_period|retention_period|message_ttl|max_depth|max_consumers|max_window"
+    ),
     "Ticks": re.compile(r"tick.*|external_ticker"),
     "Health checks": re.compile(r"health_.*"),
     "Other": re.compile(r".*"),
