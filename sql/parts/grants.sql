@@ -221,25 +221,17 @@ $$;
 do $$
 declare
   v_before  text[] := string_to_array(current_setting('pgque.functions_before'), ' ');
-  v_func    record;
+  v_func    oid;
 begin
   for v_func in
-    select p.oid::regprocedure as sig, p.proname, case p.prokind when 'p' then 'procedure' else 'function' end as kind
+    select p.oid
     from pg_proc p
     where p.pronamespace = 'pgque'::regnamespace
       and p.oid || p.ctid::text = any (v_before)
       and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
       and p.proname !~ '^_(ticks|events|ordinary|key)_[0-9]+(_[01])?$'
   loop
-    begin
-      execute format('drop %s %s', v_func.kind, v_func.sig);
-    exception
-      when dependent_objects_still_exist then
-        raise warning 'pgque: other objects use % of an earlier version; create them again', v_func.sig;
-        if left(v_func.proname, 1) <> '_' then
-          execute format('alter %s %s rename to %I', v_func.kind, v_func.sig, '_earlier_' || v_func.proname);
-        end if;
-    end;
+    perform pgque._drop_function(v_func);
   end loop;
 end
 $$;

@@ -259,53 +259,6 @@ def test_a_replacement_that_commits_after_its_message_was_held_back_is_what_is_d
 
 
 @pytest.mark.slow
-def test_order_holds_across_windows_sizes_nacks_and_expired_leases(lanes: Connection) -> None:
-    dice = random.Random(4)  # noqa: S311
-    configure(lanes, "q", max_retries=1000, max_receive_attempts=1000)
-    lines: dict[str, list[int]] = {}
-    held: list[list[Message]] = []
-    done: dict[str, list[int]] = {}
-    minutes = 0
-    for turn in range(260):
-        if turn < 120:
-            keys = "".join(dice.choice("abcde.") for _ in range(dice.randrange(1, 7)))
-            for key, msg_id in zip(keys, line_up(lanes, keys), strict=True):
-                lines.setdefault(key, []).append(msg_id)
-        batch = take(lanes, "q", f"w{turn % 4}", dice.choice([1, 2, 10]), "10 minutes")
-        if batch:
-            out = [str(m.payload) for b in [*held, batch] for m in b if m.payload != "."]
-            assert len(out) == len(set(out)), "two messages of a key are out"
-            held.append(batch)
-        if held and (len(held) > 3 or turn >= 120):
-            batch = held.pop(dice.randrange(len(held)))
-            fate = dice.random() if turn < 200 else 1
-            if fate < 0.2:
-                nack_ids(lanes, batch[0].batch_id, ids(batch), dice.choice(["0", "5 minutes"]))
-            elif fate < 0.3:
-                assert release(lanes, batch[0].batch_id) == len(batch)
-            elif fate < 0.35:
-                minutes += 11
-                move_clock(lanes, f"{minutes} minutes")
-                held.clear()
-            else:
-                result = outcome(lanes, "ack", batch[0].batch_id, ids(batch))
-                assert set(result.values()) == {None}
-                for m in batch:
-                    done.setdefault(str(m.payload), []).append(m.msg_id)
-        settle(lanes, "q")
-        if turn % 20 == 0:
-            rotate(lanes, "q")
-            value(lanes, "select pgque.maint()")
-    minutes += 20
-    move_clock(lanes, f"{minutes} minutes")
-    settle(lanes, "q")
-    for message in work_off(lanes, "q", "last"):
-        done.setdefault(str(message.payload), []).append(message.msg_id)
-    assert sorted(done.pop(".", [])) == lines.pop(".", [])
-    assert done == lines
-
-
-@pytest.mark.slow
 def test_workers_in_parallel_keep_each_key_in_order(
     lanes: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., Any]
 ) -> None:

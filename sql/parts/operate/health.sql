@@ -474,6 +474,7 @@ declare
   v_now   timestamptz := pgque.clock();
   v_due   record;
   v_wait  bigint;
+  v_keys  record;   -- those that are busy
 begin
   select count(*) as n, v_now - min(r.ev_retry_after) as overdue into v_due
   from pg_catalog.unnest(p_pumped) o (id)
@@ -484,7 +485,12 @@ begin
   join pgque.retry_queue r on r.ev_owner = s.sub_id
   where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= v_now;
   status := case when v_due.overdue > interval '1 minute' then 'fail' when v_due.overdue > interval '5 seconds' then 'warn' else 'ok' end;
-  detail := v_due.n || ' due' || case when v_wait > 0 then pg_catalog.format(', %s wait for their consumers', v_wait) else '' end;
+  select count(*) as n, sum(l.messages) as messages into v_keys
+  from pgque.subscriber s
+  cross join lateral pgque._waiting_lanes(s) l
+  where s.sub_queue = p_queue.queue_id and s.sub_keyed;
+  detail := v_due.n || ' due' || case when v_wait > 0 then pg_catalog.format(', %s wait for their consumers', v_wait) else '' end
+    || case when v_keys.n > 0 then pg_catalog.format(', %s of them for a busy key (keys: %s)', v_keys.messages, v_keys.n) else '' end;
   advice := case when v_due.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end;
 end
 $$;

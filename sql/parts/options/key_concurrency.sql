@@ -115,6 +115,37 @@ begin
 end
 $$;
 
+-- Returns the lanes of a consumer for which messages wait that are due: those that have as
+-- many leased as they may have, and with 1 those whose first message waits for another
+-- attempt.
+create or replace function pgque._waiting_lanes(p_sub pgque.subscriber, out lane text, out messages bigint) returns setof record
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_now  timestamptz := pgque.clock();
+begin
+  return query
+    select w.lane, w.messages
+    from (
+      select r.ev_lane as lane, count(*) filter (where r.ev_retry_after <= v_now) as messages,
+        min(r.ev_id) filter (where r.ev_retry_after > v_now) < min(r.ev_id) filter (where r.ev_retry_after <= v_now) as is_behind
+      from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_lane is not null
+      group by 1
+    ) w
+    left join (select l.lane, count(*) as n from pgque._leased_lanes(p_sub) l group by 1) l on l.lane = w.lane
+    where p_sub.sub_keyed and w.messages > 0 and (l.n >= p_sub.sub_key_concurrency or p_sub.sub_key_concurrency = 1 and w.is_behind);
+end
+$$;
+
+-- Returns how many messages wait for the keys of each worker's messages.
+create or replace function pgque._waiting_for_workers(p_sub pgque.subscriber, out worker text, out messages bigint) returns setof record
+language sql as $$
+  select l.worker, sum(w.messages)::bigint
+  from pgque._waiting_lanes(p_sub) w
+  join (select distinct l.lane, l.worker from pgque._leased_lanes(p_sub) l where p_sub.sub_keyed) l on l.lane = w.lane
+  group by 1
+$$;
+
 -- Returns key_concurrency as subscribe() and set_key_concurrency() get it; PQ005 if it is
 -- not valid.
 create or replace function pgque._need_key_concurrency(p_queue text, p_consumer text, p_limit int, p_order boolean default null) returns int
