@@ -20,7 +20,6 @@ from sql.helpers import (
     nack,
     nack_ids,
     outcome,
-    post,
     refused,
     release,
     rotate,

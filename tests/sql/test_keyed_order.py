@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from sql.helpers import (
     ids,
     move_clock,
     nack,
-    nack_ids,
     offer,
     outcome,
     post,
