@@ -44,9 +44,9 @@ end
 $$;
 
 -- With key_concurrency: returns the first messages of each lane in the retry queue that are
--- due, as many as may be leased beside those that are.  It reads the messages that are due.
--- If these are many, and most are not the first of their lane, it reads each lane, and the
--- messages without one.
+-- due, as many as may be leased beside those that are.  First it chooses from the next 1000
+-- messages that are due.  If these do not suffice, because most wait for a few busy lanes, it
+-- reads the first messages of each lane, and those without one.
 create or replace function pgque._heads_of_lanes(
   p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_from timestamptz default '-infinity'
 )
@@ -54,17 +54,59 @@ returns pgque.retry_queue[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_out    text[] := array(select l.lane from pgque._leased_lanes(p_sub) l);
-  v_order  boolean := p_sub.sub_key_concurrency = 1;
-  v_lanes  text[];
-  v_free   bigint[];   -- messages without a lane
-  v_count  bigint;
+  v_order  boolean := p_sub.sub_key_concurrency = 1;   -- the first message of a lane is next, or none
+  v_lanes  text[];     -- lanes whose first messages are chosen
+  v_ids    bigint[];   -- messages that are chosen themselves
+  v_more   boolean;
+  v_rows   pgque.retry_queue[];
 begin
-  select count(*), pg_catalog.array_agg(distinct r.ev_lane) filter (where r.ev_lane is not null), pg_catalog.array_agg(r.ev_id) filter (where r.ev_lane is null)
-  into v_count, v_lanes, v_free
+  -- As in _choose(), what is leased of a lane counts as its first messages.
+  select count(*) = 1000 + coalesce(pg_catalog.cardinality(v_out), 0), pg_catalog.array_agg(distinct d.ev_lane) filter (where d.ev_lane is not null and v_order and d.ev_id > 0),
+    pg_catalog.array_agg(d.ev_id) filter (where d.ev_lane is null or not v_order and d.ev_id > 0 and d.place <= p_sub.sub_key_concurrency)
+  into v_more, v_lanes, v_ids
   from (
-    select r.ev_id, r.ev_lane from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000) r;
-  if v_count = 1000 then
+    select d.*, pg_catalog.row_number() over (partition by d.ev_lane, d.ev_id in (select pg_catalog.unnest((select p_but))) order by d.ev_id) as place
+    from (
+      (select r.ev_id, r.ev_lane from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000)
+      union all
+      select 0, o.lane from pg_catalog.unnest(v_out) o (lane)
+    ) d
+  ) d;
+  loop
+    -- One index lookup for each lane and for each message, whatever the planner expects.
+    v_rows := array(
+      select pgque._slim_retry(r)
+      from (
+        select r.*
+        from (
+          select h.place
+          from (
+            select l.lane, p_sub.sub_key_concurrency - sum(l.leased) as room
+            from (select pg_catalog.unnest(v_lanes) as lane, 0 as leased union all select pg_catalog.unnest(v_out), 1) l
+            group by 1
+            having min(l.leased) = 0 and sum(l.leased) < p_sub.sub_key_concurrency
+          ) l
+          cross join lateral (
+            select h.ctid as place
+            from pgque.retry_queue h
+            where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane
+              and (v_order or h.ev_retry_after <= p_now and (h.ev_id in (select pg_catalog.unnest((select p_but)))) is not true)
+            order by h.ev_id
+            limit l.room) h
+          union all
+          select f.place
+          from pg_catalog.unnest(v_ids) i (id)
+          cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner + 0 = p_sub.sub_id and f.ev_id = i.id offset 0) f
+        ) found
+        join pgque.retry_queue r on r.ctid = found.place
+        where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+        order by r.ev_batch is null, r.ev_id
+        limit p_max
+        for update of r skip locked
+      ) r);
+    exit when not v_more or pg_catalog.cardinality(v_rows) = p_max;
+    v_more := false;
     v_lanes := array(
       with recursive lane (lane) as (
         (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
@@ -75,43 +117,13 @@ begin
         where l.lane is not null
       )
       select l.lane from lane l where l.lane is not null);
-    v_free := array(
+    v_ids := array(
       select r.ev_id from pgque.retry_queue r
       where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now
       order by r.ev_retry_after
       limit 1000);
-  end if;
-  -- One index lookup for each key and for each message, whatever the planner expects.
-  return array(
-    select pgque._slim_retry(r)
-    from (
-      select r.*
-      from (
-        select h.place
-        from (
-          select l.lane, p_sub.sub_key_concurrency - sum(l.leased) as room
-          from (select pg_catalog.unnest(v_lanes) as lane, 0 as leased union all select pg_catalog.unnest(v_out), 1) l
-          group by 1
-          having min(l.leased) = 0 and sum(l.leased) < p_sub.sub_key_concurrency
-        ) l
-        cross join lateral (
-          select h.ctid as place
-          from pgque.retry_queue h
-          where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane
-            and (v_order or h.ev_retry_after <= p_now and (h.ev_id in (select pg_catalog.unnest((select p_but)))) is not true)
-          order by h.ev_id
-          limit l.room) h
-        union all
-        select f.place
-        from pg_catalog.unnest(v_free) i (id)
-        cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner + 0 = p_sub.sub_id and f.ev_id = i.id offset 0) f
-      ) found
-      join pgque.retry_queue r on r.ctid = found.place
-      where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
-      order by r.ev_batch is null, r.ev_id
-      limit p_max
-      for update of r skip locked
-    ) r);
+  end loop;
+  return v_rows;
 end
 $$;
 
