@@ -200,6 +200,17 @@ begin
 end
 $$;
 
+-- For a receive() or a nack() that was waiting.
+create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
+language sql as $$ select pgque._lane(p_key, p_extra1) where p_sub.sub_keyed $$;
+
+create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
+language sql as $$ select array(select l.lane from pgque._leased_lanes(p_sub) l) $$;
+
+-- Up to 0.8, only messages of a consumer in keyed order had a lane.
+update pgque.retry_queue r set ev_lane = pgque._lane(r.ev_key, r.ev_extra1)
+where r.ev_owner > 0 and r.ev_lane is null and coalesce(r.ev_key, r.ev_extra1) is not null;
+
 -- For a maint_tables() that goes on.
 create or replace function pgque._make_readers() returns int
 language sql as $$ select 0 $$;
@@ -251,7 +262,6 @@ begin
       ('_claim_retry', '_claim_waiting'),
       ('_claim_retries', '_claim_aside'),
       ('_refresh_retries', '_refresh_waiting'),
-      ('_leased_lanes', '_lanes_out'),
       ('_contains', '_among'),
       ('_set_outcomes', '_settle'),
       ('_apply_outcome', '_apply'),

@@ -23,7 +23,7 @@ language sql immutable as $$
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
       queue_incarnation tick_for next_tick next_window split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
-      get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer
+      get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer set_key_concurrency
       _ack _dead _next_batch _open_batch _join'),
     ('pgque_admin', '_fail _no_standby create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
       set_default_config set_schedule purge purge_key cancel expire_messages delete_expired reclaim retry_now list_messages get_message
@@ -221,25 +221,17 @@ $$;
 do $$
 declare
   v_before  text[] := string_to_array(current_setting('pgque.functions_before'), ' ');
-  v_func    record;
+  v_func    oid;
 begin
   for v_func in
-    select p.oid::regprocedure as sig, p.proname, case p.prokind when 'p' then 'procedure' else 'function' end as kind
+    select p.oid
     from pg_proc p
     where p.pronamespace = 'pgque'::regnamespace
       and p.oid || p.ctid::text = any (v_before)
       and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
       and p.proname !~ '^_(ticks|events|ordinary|key)_[0-9]+(_[01])?$'
   loop
-    begin
-      execute format('drop %s %s', v_func.kind, v_func.sig);
-    exception
-      when dependent_objects_still_exist then
-        raise warning 'pgque: other objects use % of an earlier version; create them again', v_func.sig;
-        if left(v_func.proname, 1) <> '_' then
-          execute format('alter %s %s rename to %I', v_func.kind, v_func.sig, '_earlier_' || v_func.proname);
-        end if;
-    end;
+    perform pgque._drop_function(v_func);
   end loop;
 end
 $$;

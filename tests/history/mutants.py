@@ -80,8 +80,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "handed out while its lease lived|unexpected 23505 .*position_",
         [
             (
-                "if pgque._lock_subscriber(sub.sub_id) <> sub.sub_role then",
-                "if (select s.sub_role from pgque.subscriber s where s.sub_id = sub.sub_id for key share) <> sub.sub_role then",
+                "and s.sub_role = sub.sub_role for no key update;",
+                "and s.sub_role = sub.sub_role for key share;",
             ),
             ("'normal' else 'pool' end\n    for no key update;", "'normal' else 'pool' end;"),
             ("          for no key update\n        ) h on true;", "        ) h on true;"),
@@ -103,10 +103,10 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "overtook",
         [
             (
-                "or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)",
-                "",
+                "where p_sub.sub_key_concurrency = 1 and l.what = 'good' and exists",
+                "where p_sub.sub_key_concurrency = 0 and l.what = 'good' and exists",
             ),
-            ("h.ev_lane = l.lane order by", "h.ev_lane = l.lane and h.ev_retry_after <= p_now order by"),
+            ("v_order or h.ev_retry_after <= p_now", "h.ev_retry_after <= p_now"),
         ],
     ),
     "a dead letter stays when it is requeued": (

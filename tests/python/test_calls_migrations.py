@@ -109,7 +109,7 @@ def scripts(tmp_path: Path) -> Path:
         "two",
         "one",
         f"pgque.alembic.create_queue(op, {ODD!r}, {{'max_retries': 3}})\n"
-        f"    pgque.alembic.subscribe(op, {ODD!r}, 'billing', keyed_order=True)",
+        f"    pgque.alembic.subscribe(op, {ODD!r}, 'billing', key_concurrency=2)",
         f"pgque.alembic.unsubscribe(op, {ODD!r}, 'billing')\n    pgque.alembic.drop_queue(op, {ODD!r})",
     )
     return tmp_path
@@ -290,7 +290,7 @@ def project(tmp_path: Path, fresh_dsn: str) -> Project:
     project.migration(
         "0002_queue",
         f"pgque.django.CreateQueue({ODD!r}, {{'max_retries': 3}})",
-        f"pgque.django.Subscribe({ODD!r}, 'billing', keyed_order=True)",
+        f"pgque.django.Subscribe({ODD!r}, 'billing', keyed_order=True, key_concurrency=1)",
     )
     project.migration("0003_upgrade", "pgque.django.Upgrade()")
     return project

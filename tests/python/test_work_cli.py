@@ -127,6 +127,8 @@ def test_a_consumer_is_shared_by_workers_and_read_on_its_own_again(run: Run, poo
     assert run("share", pool, "c") == f"workers share consumer c of queue {pool} now\n"
     assert run("share", pool, "c") == f"workers share consumer c of queue {pool} already\n"
     assert [message["payload"] for message in _received(run, pool)] == ["x"]
+    assert run("key-concurrency", pool, "c", "2") == f"consumer c of queue {pool} has key_concurrency 2 now\n"
+    assert "has key_concurrency none now" in run("key-concurrency", pool, "c", "none")
     assert run("unshare", pool, "c") == f"consumer c of queue {pool} reads on its own now\n"
     assert run("unshare", pool, "c") == f"consumer c of queue {pool} reads on its own already\n"
     assert run("receive", pool, "c") == "x\n"

@@ -305,8 +305,24 @@ def test_messages_of_one_key_come_one_at_a_time_where_the_consumer_asks_for_it(
     assert [m.payload for m in first] == ["a1"]
     assert [m.payload for m in _take(client, queue, "w2", 1)] == ["b1"]
     assert _take(client, queue, "w3", 1) == []
+    assert [(w.worker, w.waiting) for w in client.list_workers(queue)] == [("w1", 1), ("w2", 0)]
     client.ack(first[0].batch_id)
     assert [m.payload for m in _take(client, queue, "w3", 1)] == ["a2"]
+
+
+def test_the_messages_of_one_key_that_workers_have_are_limited(
+    client: pgque.PgqueClient, queue: str, tick: Tick
+) -> None:
+    client.subscribe(queue, "c", key_concurrency=2)
+    client.send_batch(queue, "t", ["a1", "a2", "a3", "a4"], partition_keys=["a"] * 4)
+    tick(queue)
+    assert [m.payload for m in _take(client, queue, "w1")] == ["a1", "a2"]
+    assert [client.set_key_concurrency(queue, "c", 3) for _ in range(2)] == [1, 0]
+    assert [m.payload for m in _take(client, queue, "w2")] == ["a3"]
+    assert client.set_key_concurrency(queue, "c", None) == 1
+    assert [m.payload for m in _take(client, queue, "w3")] == ["a4"]
+    with pytest.raises(pgque.PgqueBadArgument):
+        client.set_key_concurrency(queue, "c", 0)
 
 
 # -- operating ------------------------------------------------------------

@@ -113,27 +113,55 @@ def test_ids_beyond_work_mem_are_not_compared_with_each_other(
         assert MANY < read < 50 * MANY
 
 
-def test_the_first_message_of_a_key_is_found_without_reading_all_that_wait_behind_it(
+@pytest.mark.parametrize("limit", [1, 3])
+def test_the_next_message_of_a_key_is_found_without_reading_all_that_wait(
+    planned: tuple[Connection, list[str]], limit: int
+) -> None:
+    conn, plans = planned
+    value(conn, "select pgque.create_queue('q')")
+    value(conn, "select pgque.subscribe('q', 'c')")
+    keys = f"array_fill('a'::text, array[{MANY}])"
+    value(conn, f"select pgque.send_batch('q', 't', {keys}, partition_keys => {keys})")
+    value(conn, "select pgque.ticker('q')")
+    if limit > 1:  # these failed, and wait longer than the test runs
+        failed = take(conn, "q", count=MANY)
+        assert len(nack_ids(conn, failed[0].batch_id, ids(failed), "1 day")) == MANY
+        value(conn, f"select pgque.send_batch('q', 't', {keys}, partition_keys => {keys})")
+        value(conn, "select pgque.ticker('q')")
+    else:
+        take(conn, "q", count=1)  # the consumer has workers
+        assert value(conn, "select pgque.reclaim('q', 'c')") == 1
+    assert value(conn, "select pgque.set_key_concurrency('q', 'c', %s)", limit) == 1
+    out = [take(conn, "q", count=1)[0] for _ in range(limit)]
+    assert take(conn, "q") == []  # the others wait for them in the retry queue
+    conn.execute(b"vacuum analyze pgque.retry_queue")
+    for _ in range(2):
+        assert ack(conn, out.pop(0).batch_id) == 1
+        plans.clear()
+        out += take(conn, "q", count=1)
+        assert len(out) == limit
+        removed = [int(count) for plan in plans for count in REMOVED.findall(plan)]
+        assert sum(removed) < MANY / 10
+        read = sum(int(count) * int(loops) for plan in plans for count, loops in READ.findall(plan))
+        assert 0 < read < 4 * MANY
+
+
+def test_a_batch_is_found_without_reading_a_message_of_each_key(
     planned: tuple[Connection, list[str]],
 ) -> None:
     conn, plans = planned
     value(conn, "select pgque.create_queue('q')")
-    value(conn, "select pgque.subscribe('q', 'c', 'latest', keyed_order => true)")
-    keys = f"array_fill('a'::text, array[{MANY}])"
+    value(conn, "select pgque.subscribe('q', 'c', key_concurrency => 1)")
+    keys = f"array(select (n % {2 * MANY})::text from generate_series(1, {4 * MANY}) as n)"
     value(conn, f"select pgque.send_batch('q', 't', {keys}, partition_keys => {keys})")
     value(conn, "select pgque.ticker('q')")
-    first = take(conn, "q", count=1)
-    assert take(conn, "q") == []  # the others wait for it in the retry queue
-    conn.execute(b"vacuum analyze pgque.retry_queue")
-    for _ in range(2):
-        assert ack(conn, first[0].batch_id) == 1
-        plans.clear()
-        first = take(conn, "q", count=1)
-        assert len(first) == 1
-        removed = [int(count) for plan in plans for count in REMOVED.findall(plan)]
-        assert sum(removed) < MANY / 10
-        read = sum(int(count) * int(loops) for plan in plans for count, loops in READ.findall(plan))
-        assert 0 < read < 3 * MANY
+    assert len(take(conn, "q", count=4 * MANY)) == 2 * MANY
+    assert value(conn, "select pgque.reclaim('q', 'c')") == 1
+    plans.clear()
+    assert len(take(conn, "q", count=100)) == 100
+    read = sum(int(count) * int(loops) for plan in plans for count, loops in READ.findall(plan))
+    print("READ", read)
+    assert 0 < read < 8 * MANY
 
 
 def test_a_big_window_is_mapped_once_and_its_rows_are_not_sorted(

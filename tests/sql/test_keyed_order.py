@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from sql.helpers import (
     ids,
     move_clock,
     nack,
-    nack_ids,
     offer,
     outcome,
     post,
@@ -256,53 +254,6 @@ def test_a_replacement_that_commits_after_its_message_was_held_back_is_what_is_d
     got = [(m.msg_id, m.payload) for m in work_off(lanes, "q", "w3")]
     assert got[-1] == (promised, "new")
     assert promised != second or len(got) == 1
-
-
-@pytest.mark.slow
-def test_order_holds_across_windows_sizes_nacks_and_expired_leases(lanes: Connection) -> None:
-    dice = random.Random(4)  # noqa: S311
-    configure(lanes, "q", max_retries=1000, max_receive_attempts=1000)
-    lines: dict[str, list[int]] = {}
-    held: list[list[Message]] = []
-    done: dict[str, list[int]] = {}
-    minutes = 0
-    for turn in range(260):
-        if turn < 120:
-            keys = "".join(dice.choice("abcde.") for _ in range(dice.randrange(1, 7)))
-            for key, msg_id in zip(keys, line_up(lanes, keys), strict=True):
-                lines.setdefault(key, []).append(msg_id)
-        batch = take(lanes, "q", f"w{turn % 4}", dice.choice([1, 2, 10]), "10 minutes")
-        if batch:
-            out = [str(m.payload) for b in [*held, batch] for m in b if m.payload != "."]
-            assert len(out) == len(set(out)), "two messages of a key are out"
-            held.append(batch)
-        if held and (len(held) > 3 or turn >= 120):
-            batch = held.pop(dice.randrange(len(held)))
-            fate = dice.random() if turn < 200 else 1
-            if fate < 0.2:
-                nack_ids(lanes, batch[0].batch_id, ids(batch), dice.choice(["0", "5 minutes"]))
-            elif fate < 0.3:
-                assert release(lanes, batch[0].batch_id) == len(batch)
-            elif fate < 0.35:
-                minutes += 11
-                move_clock(lanes, f"{minutes} minutes")
-                held.clear()
-            else:
-                result = outcome(lanes, "ack", batch[0].batch_id, ids(batch))
-                assert set(result.values()) == {None}
-                for m in batch:
-                    done.setdefault(str(m.payload), []).append(m.msg_id)
-        settle(lanes, "q")
-        if turn % 20 == 0:
-            rotate(lanes, "q")
-            value(lanes, "select pgque.maint()")
-    minutes += 20
-    move_clock(lanes, f"{minutes} minutes")
-    settle(lanes, "q")
-    for message in work_off(lanes, "q", "last"):
-        done.setdefault(str(message.payload), []).append(message.msg_id)
-    assert sorted(done.pop(".", [])) == lines.pop(".", [])
-    assert done == lines
 
 
 @pytest.mark.slow

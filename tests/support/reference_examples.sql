@@ -127,6 +127,10 @@ select pgque.unshare_consumer('orders', 'mailers');
 -- share_consumer
 select pgque.share_consumer('orders', 'mailers');
 
+-- set_key_concurrency
+select pgque.set_key_concurrency('orders', 'mailers', 3);
+select pgque.set_key_concurrency('orders', 'mailers', null);
+
 -- group: Failures
 -- Dead letters are messages that were given up. These functions list them, deliver them again or delete them.
 -- [nack](#nack) rejects a message.

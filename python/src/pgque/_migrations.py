@@ -25,11 +25,16 @@ def drop_queue(queue: str, force: bool = False) -> str:
 
 
 def subscribe(
-    queue: str, consumer: str, start_at: str | int | datetime | None = None, keyed_order: bool = False
+    queue: str,
+    consumer: str,
+    start_at: str | int | datetime | None = None,
+    keyed_order: bool = False,
+    key_concurrency: int | None = None,
 ) -> str:
     """Return the statement that subscribes a consumer."""
     start = "latest" if start_at is None else _encode.start_text(start_at)
-    return _call("subscribe", queue, consumer, start, keyed_order)
+    limit = [] if key_concurrency is None else [key_concurrency]
+    return _call("subscribe", queue, consumer, start, keyed_order, *limit)
 
 
 def unsubscribe(queue: str, consumer: str) -> str:

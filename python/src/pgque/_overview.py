@@ -66,7 +66,7 @@ READERS_QUERY: LiteralString = (
     " order by role = 'coop_member', lag desc nulls last, consumer_name limit %(most)s"
 )
 WORKERS_QUERY: LiteralString = (
-    "select consumer, worker, batches, messages, pgque.clock() - last_seen as last_seen,"
+    "select consumer, worker, batches, messages, waiting, pgque.clock() - last_seen as last_seen,"
     " case when lease_until < 'infinity' then lease_until - pgque.clock() end as lease_left"
     " from pgque.list_workers(%(queue)s) order by last_seen nulls last, consumer, worker limit %(most)s"
 )

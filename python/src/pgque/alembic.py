@@ -67,9 +67,10 @@ def subscribe(
     start_at: str | int | datetime | None = None,
     *,
     keyed_order: bool = False,
+    key_concurrency: int | None = None,
 ) -> None:
     """Subscribe a consumer, with the arguments of `PgqueClient.subscribe`. Calls `pgque.subscribe`."""
-    _run(op, _migrations.subscribe(queue, consumer, start_at, keyed_order))
+    _run(op, _migrations.subscribe(queue, consumer, start_at, keyed_order, key_concurrency))
 
 
 def unsubscribe(op: Operations, queue: str, consumer: str) -> None:

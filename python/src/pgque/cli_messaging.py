@@ -62,10 +62,20 @@ def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[st
 @click.argument("consumer")
 @click.option("--from", "start_at", metavar="WHERE", help="latest, earliest, a tick id or a time.")
 @click.option("--keyed-order", is_flag=True, help="Deliver messages of one key one at a time, in order.")
-def subscribe(dsn: str, queue: str, consumer: str, start_at: str | None, keyed_order: bool) -> None:
+@click.option("--key-concurrency", type=click.IntRange(min=1), help="Most messages of one key at a time.")
+def subscribe(
+    dsn: str,
+    queue: str,
+    consumer: str,
+    start_at: str | None,
+    keyed_order: bool,
+    key_concurrency: int | None,
+) -> None:
     """Subscribe a consumer to a queue."""
     with connect(dsn) as client:
-        new = client.subscribe(queue, consumer, start_at, keyed_order=keyed_order or None)
+        new = client.subscribe(
+            queue, consumer, start_at, keyed_order=keyed_order or None, key_concurrency=key_concurrency
+        )
     _print_subscribed(queue, consumer, new)
 
 

@@ -252,7 +252,7 @@ def workers(dsn: str, as_json: bool, queue: str | None, consumer: str | None) ->
     """List the workers that have leased messages."""
     with connect(dsn) as client:
         rows = client.list_workers(queue, consumer)
-    shown = ("queue", "consumer", "worker", "messages", "lease_until", "batches", "last_seen")
+    shown = ("queue", "consumer", "worker", "messages", "lease_until", "batches", "last_seen", "waiting")
     print_rows("Workers", rows, as_json, shown)
 
 
@@ -276,6 +276,19 @@ def share(dsn: str, queue: str, consumer: str) -> None:
     with connect(dsn) as client:
         new = client.share_consumer(queue, consumer)
     echo(f"workers share consumer {consumer} of queue {queue} " + ("now" if new else "already"))
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("consumer")
+@click.argument("limit", metavar="LIMIT|none")
+def key_concurrency(dsn: str, queue: str, consumer: str, limit: str) -> None:
+    """Set how many messages of one key the workers of a consumer have at a time."""
+    most = None if limit == "none" else click.IntRange(min=1).convert(limit, None, None)
+    with connect(dsn) as client:
+        new = client.set_key_concurrency(queue, consumer, most)
+    echo(f"consumer {consumer} of queue {queue} has key_concurrency {limit} " + ("now" if new else "already"))
 
 
 @click.command()
@@ -464,6 +477,7 @@ COMMANDS: list[click.Command] = [
     dlq,
     drop,
     expire,
+    key_concurrency,
     message,
     messages,
     pause,

@@ -348,18 +348,21 @@ class AsyncPgqueClient:
         start_at: str | int | datetime | None = None,
         *,
         keyed_order: bool | None = None,
+        key_concurrency: int | None = None,
     ) -> int:
         """Subscribe a consumer and return 1, or 0 if it was subscribed already. Calls `pgque.subscribe`.
 
         The consumer receives messages after `start_at`: "latest" (the default), "earliest", a tick id or a
         time; a datetime without time zone is local time. With `keyed_order` its workers get the messages of
-        one key one at a time, in order. Raises PgqueQueueNotFound, PgqueQueueFull, PgqueInvalidName,
-        PgqueBadArgument.
+        one key one at a time, in order. With `key_concurrency` they get at most this many of one key at a
+        time. Raises PgqueQueueNotFound, PgqueQueueFull, PgqueInvalidName, PgqueBadArgument, and
+        PgqueQueueInUse if it is subscribed with another limit.
         """
         sql, params = _encode.arguments(
             {
                 "start_at": ("text", None if start_at is None else _encode.start_text(start_at)),
                 "keyed_order": ("bool", keyed_order),
+                "key_concurrency": ("int", key_concurrency),
             }
         )
         return await self._value(
@@ -1102,13 +1105,27 @@ class AsyncPgqueClient:
                 {"queue": queue, "consumer": consumer},
             )
 
+    async def set_key_concurrency(self, queue: str, consumer: str, key_concurrency: int | None) -> int:
+        """Set how many messages of one key the workers of a consumer have at most: return 1, or 0 if it was
+        set so. Calls `pgque.set_key_concurrency`.
+
+        1 keeps the order of a key, None is no limit. Raises PgqueQueueNotFound, PgqueConsumerNotFound,
+        PgqueBadArgument, and PgqueQueueInUse if the consumer has no workers.
+        """
+        with self._unlimited():
+            return await self._value(
+                int,
+                "select pgque.set_key_concurrency(%(queue)s::text, %(consumer)s::text, %(limit)s::int)",
+                {"queue": queue, "consumer": consumer, "limit": key_concurrency},
+            )
+
     async def unshare_consumer(self, queue: str, consumer: str) -> int:
         """Turn a pool of workers into a consumer that reads on its own: return 1, or 0 if it is one. Calls
         `pgque.unshare_consumer`.
 
         Its position and its pending retries stay. Messages that workers have leased are redelivered. Raises
         PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers or
-        `keyed_order`.
+        `key_concurrency`.
         """
         with self._unlimited():
             return await self._value(

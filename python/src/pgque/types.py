@@ -319,7 +319,11 @@ class QueueRights:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Describe the leases of one worker of a consumer; `lease_until` is when the first of them expires."""
+    """Describe the leases of one worker of a consumer; `lease_until` is when the first of them expires.
+
+    `waiting` is the number of messages that wait for a key of which the worker has a message, with
+    `key_concurrency`.
+    """
 
     queue: str
     consumer: str
@@ -328,6 +332,7 @@ class WorkerInfo:
     messages: int
     last_seen: datetime | None
     lease_until: datetime | None
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,26 @@ create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.9.0'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
+-- Drops a function of an earlier version.  If a view uses it, it only gets another name.
+create or replace function pgque._drop_function(p_func oid) returns void
+language plpgsql as $$
+declare
+  v_sig   text := p_func::regprocedure;
+  v_func  record;
+begin
+  select p.proname as name, case p.prokind when 'p' then 'procedure' else 'function' end as kind into v_func
+  from pg_catalog.pg_proc p
+  where p.oid = p_func;
+  execute pg_catalog.format('drop %s %s', v_func.kind, v_sig);
+exception
+  when dependent_objects_still_exist then
+    raise warning 'pgque: other objects use % of an earlier version; create them again', v_sig;
+    if pg_catalog.left(v_func.name, 1) <> '_' then
+      execute pg_catalog.format('alter %s %s rename to %I', v_func.kind, v_sig, '_earlier_' || v_func.name);
+    end if;
+end
+$$;
+
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
 language sql volatile as $$ select pg_catalog.clock_timestamp() $$;

@@ -332,6 +332,8 @@ comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Consumers of a queue, and the workers of a consumer.  A call locks the row of its
 -- consumer or worker, so that calls follow each other; deliveries hardly ever update it.
+-- sub_keyed, sub_key_concurrency: whether the messages of one key that are leased at a time
+-- are limited, and to how many.
 -- sub_offsets: the consumer is read by offsets (open_stream), so its redeliveries must be
 -- in the log.
 -- sub_archived: what it passed since it was subscribed is in the archive, in the retry
@@ -352,6 +354,8 @@ create table if not exists pgque.subscriber (
   sub_offsets   boolean not null default false,
   sub_archived  boolean not null default false,
   sub_history   int,
+  sub_key_concurrency  int not null default 1
+    constraint subscriber_key_concurrency_range check (sub_key_concurrency >= 1),
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
 );
 comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
@@ -841,6 +845,7 @@ begin
     queue_max_window int not null default 0 constraint queue_max_window_range check (queue_max_window >= 0)$c$);
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
+  perform pgque._add_columns('pgque.subscriber', 'sub_key_concurrency int not null default 1 constraint subscriber_key_concurrency_range check (sub_key_concurrency >= 1)');
   -- A parallel restore loads the tables of an extension in any order, so they refer to
   -- each other without foreign keys.  _need_queue() does their work.
   for v_key in

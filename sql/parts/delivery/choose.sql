@@ -47,10 +47,10 @@ begin
   pos := p_pos;
   pos.pos_done_count := 0;
   execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
-    pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
+    pgque._slim(case when p_sub.sub_keyed then 'pgque._lane(e.ev_key, e.ev_extra1)' else 'null' end),
     pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC''%s)', v_now at time zone 'UTC', ' or ' || v_ended) else '' end, v_look),
     v_look + 1)
-  into v_rows using p_sub;
+  into v_rows;
   if v_rows is null then
     return;
   end if;
@@ -68,7 +68,7 @@ begin
     execute pg_catalog.format('select $1 || array_agg(e.ev_id) from pg_catalog.unnest($2) e where %s', v_ended) into v_gone using v_gone, v_rows;
   end if;
   if p_sub.sub_keyed then
-    v_out := pgque._leased_lanes(p_sub);
+    v_out := array(select l.lane from pgque._leased_lanes(p_sub) l);
   end if;
   loop
     with looked as materialized (
@@ -76,25 +76,28 @@ begin
         case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
       from pg_catalog.unnest(v_rows) e
     ),
-    busy_lane as materialized (
-      select l.lane
+    -- What is leased of a lane counts as its first messages, and so does a message that
+    -- waits if the order is kept.
+    placed as (
+      select l.* from looked l
+      union all
+      select 0, o.lane, 'out' from pg_catalog.unnest(v_out) o (lane)
+      union all
+      select distinct 0, l.lane, 'out'
       from looked l
-      where l.what = 'good' and l.lane is not null
-      group by 1
-      having l.lane in (select pg_catalog.unnest((select v_out))) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+      where p_sub.sub_key_concurrency = 1 and l.what = 'good' and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
     ),
     judged as (
-      select l.ev_id, l.lane,
+      select p.ev_id, p.lane,
         case
-          when l.what <> 'good' or l.lane is null then l.what
-          when l.lane in (select b.lane from busy_lane b)
-            or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
-          else 'good'
+          when p.what = 'good' and p.lane is not null
+            and pg_catalog.row_number() over (partition by p.lane, p.what in ('gone', 'expired') order by p.ev_id) > p_sub.sub_key_concurrency then 'busy'
+          else p.what
         end as what
-      from looked l
+      from placed p
     ),
     counted as (
-      select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
+      select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j where j.what <> 'out'
     )
     select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
       array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
@@ -119,7 +122,7 @@ begin
   end loop;
   pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
   pos.pos_done_count := v_found.looked;
-  pos.pos_keys := v_found.lanes;
+  pos.pos_keys := coalesce(v_found.lanes, '{}');
   ids := v_found.good;
   if v_found.aside is not null then
     execute pg_catalog.format(
@@ -159,7 +162,7 @@ language sql volatile as $$
   select row(p_due, p_sub.sub_queue, p_event.ev_id, p_event.ev_time, p_event.ev_txid, coalesce(p_sub.sub_main, p_sub.sub_id), p_event.ev_retry,
     p_event.ev_type, p_event.ev_data, p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
     p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires, p_event.ev_error,
-    p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
+    p_receives, p_batch, p_worker, pgque._lane(p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
 $$;
 
 -- Returns how many messages with an expired lease are delivered together: fewer each

@@ -323,7 +323,7 @@ begin
     p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_key, p_dead.ev_bytes,
     -- An expired message loses its expiry.
     case when p_dead.ev_expires > pgque.clock() then p_dead.ev_expires end,
-    pgque._lane(s, p_dead.ev_key, p_dead.ev_extra1)
+    pgque._lane(p_dead.ev_key, p_dead.ev_extra1)
   from pgque.subscriber s
   where s.sub_id = v_sub
   -- The message may be there already, if its consumer was moved back and failed it

@@ -164,7 +164,7 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp set j
 comment on function pgque.unshare_consumer(text, text, pgque.caller) is
   'Turns a pool of workers into a consumer that reads on its own: from now on, receive without worker. Its position and pending retries stay. '
   'Messages that workers hold are redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no '
-  'such queue; PQ006 it has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is finishing a batch.';
+  'such queue; PQ006 it has subconsumers, or key_concurrency; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is finishing a batch.';
 
 create or replace function pgque._change_role(p_queue text, p_consumer text, p_from text, p_to text, p_caller name) returns int
 language plpgsql as $$
@@ -180,7 +180,9 @@ begin
     return 0;
   elsif v_sub.sub_role <> p_from or v_sub.sub_keyed then
     perform pgque._fail('PQ006', pg_catalog.format('consumer %I of queue %I has %s', p_consumer, p_queue,
-      case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
+        coalesce('key_concurrency ' || pgque._key_concurrency(v_sub), 'subconsumers')),
+      case when v_sub.sub_keyed then pg_catalog.format('Remove this limit first: select pgque.set_key_concurrency(%L, %L, null);', p_queue, p_consumer)
+        else 'Subscribe another consumer.' end);
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
   if pg_catalog.cardinality(pgque._try_lock_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then

@@ -204,10 +204,8 @@ begin
       sub := null;
       return;
     end if;
-    -- The consumer may become a pool after this call began.
-    if pgque._lock_subscriber(sub.sub_id) <> sub.sub_role then
-      sub := null;
-    end if;
+    -- The consumer may become a pool, or get other settings, after this call began.
+    select s.* into sub from pgque.subscriber s where s.sub_id = sub.sub_id and s.sub_role = sub.sub_role for no key update;
   end loop;
   v_now := pgque.clock();
   leaf := pgque._journal_leaf();

@@ -173,30 +173,28 @@ begin
 end
 $$;
 
-create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, caller pgque.caller default current_user) returns int
+create or replace function pgque.subscribe(
+  queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, key_concurrency int default null,
+  caller pgque.caller default current_user
+) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_new  int := pgque._subscribe($1, $2, 'normal', $3, caller);
-  v_sub  pgque.subscriber;
+  v_new    int := pgque._subscribe($1, $2, 'normal', $3, caller);
+  v_limit  int := pgque._need_key_concurrency($1, $2, $5, $4);
 begin
-  if $4 is true then
-    v_sub := pgque._subscriber($1, $2, caller);
-    if v_new = 0 and not v_sub.sub_keyed then
-      perform pgque._fail('PQ006', format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
-        'Unsubscribe it first, or subscribe another consumer.');
-    elsif v_new = 1 then
-      update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
-    end if;
+  if v_limit is not null then
+    perform pgque._subscribe_keyed($1, $2, v_new = 1, v_limit, caller);
   end if;
-  perform pgque._record_action('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'keyed_order', nullif($4, false))) where v_new = 1;
+  perform pgque._record_action('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'key_concurrency', v_limit)) where v_new = 1;
   return v_new;
 end
 $$;
-comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
+comment on function pgque.subscribe(text, text, text, boolean, int, pgque.caller) is
   'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after '
-  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). keyed_order: messages of one partition_key or key are '
-  'delivered to workers one at a time, in order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has '
-  'max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at.';
+  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). keyed_order: workers get the messages '
+  'of one key (partition_key for messages without key) one at a time, in order. key_concurrency: they get at most this many of one key at a time; 1 is '
+  'keyed_order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has max_consumers consumers; PQ004 the name is '
+  'empty or longer than 1000 bytes; PQ005 no such start_at, or key_concurrency is below 1, or above 1 with keyed_order; PQ006 it is subscribed with another key_concurrency.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$

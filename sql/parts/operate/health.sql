@@ -476,12 +476,13 @@ end
 $$;
 
 -- The owner's index finds those that are due (hence + 0): a queue may have many others.
-create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], out status text, out detail text, out advice text)
+create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], p_subs pgque.subscriber[], out status text, out detail text, out advice text)
 language plpgsql as $$
 declare
   v_now   timestamptz := pgque.clock();
   v_due   record;
   v_wait  bigint;
+  v_keys  record;   -- those that are busy
 begin
   select count(*) as n, v_now - min(r.ev_retry_after) as overdue into v_due
   from pg_catalog.unnest(p_pumped) o (id)
@@ -492,7 +493,12 @@ begin
   join pgque.retry_queue r on r.ev_owner = s.sub_id
   where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= v_now;
   status := case when v_due.overdue > interval '1 minute' then 'fail' when v_due.overdue > interval '5 seconds' then 'warn' else 'ok' end;
-  detail := v_due.n || ' due' || case when v_wait > 0 then pg_catalog.format(', %s wait for their consumers', v_wait) else '' end;
+  select count(*) as n, sum(l.messages) as messages into v_keys
+  from pg_catalog.unnest(p_subs) s
+  cross join lateral pgque._waiting_lanes(s) l
+  where s.sub_keyed;
+  detail := v_due.n || ' due' || case when v_wait > 0 then pg_catalog.format(', %s wait for their consumers', v_wait) else '' end
+    || case when v_keys.n > 0 then pg_catalog.format(', %s of them for a busy key (keys: %s)', v_keys.messages, v_keys.n) else '' end;
   advice := case when v_due.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end;
 end
 $$;
@@ -572,7 +578,7 @@ begin
         and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 as late
       offset 0
     ) r;
-  v_retries := pgque._health_retries(p_queue, p_pumped);
+  v_retries := pgque._health_retries(p_queue, p_pumped, v_back.subs);
   return query
     select 'consumers', queue, h.*
     from pgque._health_consumers(p_queue, v_last, v_back.consumers, v_back.subs, v_back.positions,

@@ -35,7 +35,8 @@ $$;
 
 create or replace view pgque.subscription as
 select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos_time as sub_active,
-  p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
+  p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker,
+  case when s.sub_keyed then s.sub_key_concurrency end as sub_key_concurrency
 from pgque.subscriber s
 cross join lateral pgque._position_of(s.sub_id) p;
 comment on view pgque.subscription is 'Lists the consumers of all queues and their workers, and how far each has read.';
@@ -49,6 +50,7 @@ comment on column pgque.subscription.sub_next_tick is 'The end of the window tha
 comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
 comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
 comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
+comment on column pgque.subscription.sub_key_concurrency is 'How many messages of one key its workers may have at a time; NULL: no limit. Set by set_key_concurrency().';
 
 -- Returns the name of a table of a queue that is missing, or null.  The loop skips such
 -- a queue.
@@ -830,9 +832,18 @@ comment on function pgque.message_status(text, bigint, pgque.caller) is
   'Returns the state of one message, a row for each consumer that still has it. The status is that of list_messages(). Errors: PQ010 no consumer '
   'has it.';
 
+-- Up to 0.8 it had a column less, and CREATE OR REPLACE cannot add one.
+do $$
+begin
+  perform pgque._drop_function(p.oid)
+  from pg_proc p
+  where p.oid = to_regprocedure('pgque.list_workers(text, text, pgque.caller)') and 'waiting' <> all (p.proargnames);
+end
+$$;
 create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
-  out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz
+  out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz,
+  out waiting bigint
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -842,17 +853,19 @@ begin
     v_queue := pgque._queue($1, caller, 'see');
   end if;
   return query
-    select q.queue_name, c.co_name, h.worker, count(distinct h.token)::int, sum(h.messages)::bigint, max(h.at), min(h.until)
+    select q.queue_name, c.co_name, h.worker, count(distinct h.token)::int, sum(h.messages)::bigint, max(h.at), min(h.until), sum(h.waiting)::bigint
     from pgque.subscriber s
     join pgque.queue q on q.queue_id = s.sub_queue
     join pgque.consumer c on c.co_id = s.sub_consumer
     cross join lateral (
-      select (l.lease).pos_worker as worker, l.token, (l.lease).pos_done_count - l.settled as messages, (l.lease).pos_time as at, l.until
+      select (l.lease).pos_worker as worker, l.token, (l.lease).pos_done_count - l.settled as messages, (l.lease).pos_time as at, l.until, 0 as waiting
       from pgque._open_batches(s.sub_id) l
       union all
-      select r.ev_worker, r.ev_batch, 1, null, r.ev_retry_after
+      select r.ev_worker, r.ev_batch, 1, null, r.ev_retry_after, 0
       from pgque.retry_queue r
       where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+      union all
+      select b.worker, null, 0, null, null, b.messages from pgque._waiting_for_workers(s) b
     ) h
     where s.sub_role = 'pool' and (($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_id = v_queue.queue_id) and ($2 is null or c.co_name = $2)
     group by q.queue_name, c.co_name, h.worker
@@ -861,7 +874,7 @@ end
 $$;
 comment on function pgque.list_workers(text, text, pgque.caller) is
   'Returns the workers that have messages now: batches, messages, last_seen (when the worker last received), lease_until (when the first of its '
-  'leases expires).';
+  'leases expires), waiting (messages that wait for a key of which the worker has a message; see key_concurrency).';
 
 create or replace function pgque.list_poison(
   queue_name text, limit_count int default 100, caller pgque.caller default current_user,

@@ -329,9 +329,8 @@ begin
     using pgque.clock();
   end loop;
   perform pgque._refresh_retries(p_queue_id);
-  update pgque.retry_queue r set ev_lane = pgque._lane(s, r.ev_key, r.ev_extra1)
-  from pgque.subscriber s
-  where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
+  update pgque.retry_queue r set ev_lane = pgque._lane(r.ev_key, r.ev_extra1)
+  where r.ev_queue = p_queue_id and r.ev_owner > 0 and r.ev_lane is null and coalesce(r.ev_key, r.ev_extra1) is not null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pgque._mark(), queue_incarnation = gen_random_uuid() where q.queue_id = p_queue_id returning q.* into v_queue;
   -- An external ticker may continue at times that are past here.

@@ -50,9 +50,9 @@ declare
   v_position  pgque.position;
 begin
   if register_consumer_at.tick_id is null then
-    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false, caller);
+    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', caller => caller);
   end if;
-  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, false, caller) = 1 then
+  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, caller => caller) = 1 then
     return 1;
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');

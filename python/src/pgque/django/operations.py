@@ -110,10 +110,17 @@ class Subscribe(_Operation):
         consumer: str,
         start_at: str | int | datetime | None = None,
         keyed_order: bool = False,
+        key_concurrency: int | None = None,
     ) -> None:
         super().__init__(
             f"Subscribe {consumer} to queue {queue}",
-            _migrations.subscribe(queue, consumer, start_at, keyed_order),
+            _migrations.subscribe(queue, consumer, start_at, keyed_order, key_concurrency),
             _migrations.unsubscribe(queue, consumer),
-            {"queue": queue, "consumer": consumer, "start_at": start_at, "keyed_order": keyed_order},
+            {
+                "queue": queue,
+                "consumer": consumer,
+                "start_at": start_at,
+                "keyed_order": keyed_order,
+                "key_concurrency": key_concurrency,
+            },
         )
