@@ -17,7 +17,7 @@
 --              windows, positions, leases
 --   delivery   deliver a batch, in one statement (ordinary) or the general way (receive);
 --              outcomes, retries, dead letters
---   options    keys, keyed order, expiry, limits, archive, recurring messages,
+--   options    keys, key_concurrency, expiry, limits, archive, recurring messages,
 --              idempotency: one file for each
 --   pgq        PgQ's way to receive, subconsumers, triggers, PgQ's names
 --   spark      INSERT and COPY send; windows are read without side effects
@@ -195,6 +195,26 @@ comment on domain pgque.caller is
 create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.9.0'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
+
+-- Drops a function of an earlier version.  If a view uses it, it only gets another name.
+create or replace function pgque._drop_function(p_func oid) returns void
+language plpgsql as $$
+declare
+  v_sig   text := p_func::regprocedure;
+  v_func  record;
+begin
+  select p.proname as name, case p.prokind when 'p' then 'procedure' else 'function' end as kind into v_func
+  from pg_catalog.pg_proc p
+  where p.oid = p_func;
+  execute pg_catalog.format('drop %s %s', v_func.kind, v_sig);
+exception
+  when dependent_objects_still_exist then
+    raise warning 'pgque: other objects use % of an earlier version; create them again', v_sig;
+    if pg_catalog.left(v_func.name, 1) <> '_' then
+      execute pg_catalog.format('alter %s %s rename to %I', v_func.kind, v_sig, '_earlier_' || v_func.name);
+    end if;
+end
+$$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -584,7 +604,9 @@ create table if not exists pgque.queue (
     constraint queue_tick_storage_range check (queue_tick_storage >= 1048576),
   queue_reader             text,
   queue_incarnation        uuid,
-  queue_floor              bigint not null default 0
+  queue_floor              bigint not null default 0,
+  queue_max_window         int not null default 0
+    constraint queue_max_window_range check (queue_max_window >= 0)
 ) with (fillfactor = 50);
 comment on table pgque.queue is 'The queues with their settings; see alter_queue().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
@@ -644,7 +666,7 @@ comment on column pgque.queue.queue_archive_on_ack is 'Whether acknowledged mess
 -- ev_txid or tick_id, and the parents have none: a dump of the extension's
 -- data would make it twice.
 --   ev_owner   null: every consumer gets the row; above 0: this subscriber, to which the
---              row is a retry (a reader by offsets); 0, -1, -2: see keys
+--              row is a retry (a reader by offsets); 0, -1, -2: see keys and cancel
 create table if not exists pgque.event (
   slot        int not null,
   ev_owner    int,
@@ -733,6 +755,8 @@ comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Consumers of a queue, and the workers of a consumer.  A call locks the row of its
 -- consumer or worker, so that calls follow each other; deliveries hardly ever update it.
+-- sub_keyed, sub_key_concurrency: whether the messages of one key that are leased at a time
+-- are limited, and to how many.
 -- sub_offsets: the consumer is read by offsets (open_stream), so its redeliveries must be
 -- in the log.
 -- sub_archived: what it passed since it was subscribed is in the archive, in the retry
@@ -753,6 +777,8 @@ create table if not exists pgque.subscriber (
   sub_offsets   boolean not null default false,
   sub_archived  boolean not null default false,
   sub_history   int,
+  sub_key_concurrency  int not null default 1
+    constraint subscriber_key_concurrency_range check (sub_key_concurrency >= 1),
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
 );
 comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
@@ -762,7 +788,8 @@ comment on table pgque.subscriber is 'Identity of consumers and workers, locked 
 --   pos_tick                     finished up to here
 --   pos_next_tick, pos_done_id   the window being read, and how far it is done
 --   pos_snapshot ...             what the two ticks say
---   pos_high                     where it stood when it was moved back
+--   pos_high                     where it stood when it was moved back, or a tick after a
+--                                message ahead of it that was cancelled
 --   pos_batch, pos_last_id       the batch: ids above pos_done_id up to
 --                                pos_last_id (null: to the end of the window)
 --   pos_last_batch               the newest batch id that it was given
@@ -1237,9 +1264,11 @@ declare
 begin
   perform pgque._add_columns('pgque.queue', $c$
     queue_incarnation uuid;
-    queue_floor bigint not null default 0$c$);
+    queue_floor bigint not null default 0;
+    queue_max_window int not null default 0 constraint queue_max_window_range check (queue_max_window >= 0)$c$);
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
+  perform pgque._add_columns('pgque.subscriber', 'sub_key_concurrency int not null default 1 constraint subscriber_key_concurrency_range check (sub_key_concurrency >= 1)');
   -- A parallel restore loads the tables of an extension in any order, so they refer to
   -- each other without foreign keys.  _need_queue() does their work.
   for v_key in
@@ -1286,6 +1315,9 @@ comment on column pgque.queue.queue_tick_storage is
 comment on column pgque.queue.queue_reader is 'Unused since 0.9.';
 comment on column pgque.queue.queue_floor is
   'Event sequence of the oldest tick that was stored at the last rotation: no consumer stands before it, so that max_depth is checked by a subtraction.';
+comment on column pgque.queue.queue_max_window is
+  'How many messages a batch of next_batch(), or a micro-batch of Spark, has at most; 0: no limit, so that a batch is whole windows. A larger window becomes '
+  'several batches with the same two ticks. Unit: messages.';
 comment on column pgque.queue.queue_incarnation is
   'Identity of the queue since it was loaded from a dump, because its ticks begin anew then; NULL if it never was: then queue_uid is its identity. '
   'See queue_incarnation().';
@@ -1544,7 +1576,7 @@ language sql immutable as $$
     ('ticker_max_count', 'int'), ('ticker_max_lag', 'interval'), ('ticker_idle_period', 'interval'),
     ('tick_gap', 'interval'), ('tick_storage', 'bigint'), ('ticker_paused', 'boolean'), ('external_ticker', 'boolean'),
     ('rotation_period', 'interval'), ('retention_period', 'interval'),
-    ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('max_consumers', 'int'), ('throughput_limit', 'int'),
+    ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('max_consumers', 'int'), ('throughput_limit', 'int'), ('max_window', 'int'),
     ('visibility_timeout', 'interval'), ('max_receive_attempts', 'int'), ('max_retries', 'int'), ('retry_backoff', 'jsonb'),
     ('drop_policy', 'text'), ('dead_letter_queue', 'queue'), ('archive_on_ack', 'boolean'),
     ('health_pending_warn', 'interval'), ('health_pending_fail', 'interval'),
@@ -1784,30 +1816,25 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'such queue; PQ005 not an object, unknown setting or invalid value.';
 
 -- Notes about a queue: its messages had keys or ttls; some entered the log under an id
--- that was drawn before (moved); another system ticked it (external).
+-- that was drawn before (moved); another system ticked it (external); one was cancelled.
 -- Senders append a row with the first key and the first ttl, and do not wait.  An
 -- update of the queue's row would block pause() and subscribe() until they commit.  Two
 -- first senders append two rows.
 create table if not exists pgque.queue_option (
   opt_queue  int not null,
   opt_name   text not null
-    constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external'))
+    constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external', 'cancelled'))
 );
 comment on table pgque.queue_option is
-  'Notes of each queue: a message had a key or a ttl, a message was moved into the log, or another system ticked the queue. Internal.';
--- Earlier versions did not note moved messages.
+  'Notes of each queue: a message had a key or a ttl, a message was moved into the log or cancelled, or another system ticked the queue. Internal.';
 do $$
 begin
-  if current_setting('pgque.version_before') ~ '^0\.[456]\.' or not exists (
+  if not exists (
     select from pg_constraint c
-    where c.conrelid = 'pgque.queue_option'::regclass and c.conname = 'queue_option_known' and pg_get_constraintdef(c.oid) like '%moved%')
+    where c.conrelid = 'pgque.queue_option'::regclass and c.conname = 'queue_option_known' and pg_get_constraintdef(c.oid) like '%cancelled%')
   then
-    alter table pgque.queue_option drop constraint if exists queue_option_known, add constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external'));
-    insert into pgque.queue_option
-    select q.queue_id, n.name
-    from pgque.queue q
-    cross join (values ('moved'), ('external')) n (name)
-    where n.name = 'moved' or q.queue_external_ticker;
+    alter table pgque.queue_option drop constraint queue_option_known,
+      add constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external', 'cancelled'));
   end if;
 end
 $$;
@@ -1824,8 +1851,8 @@ end
 $$;
 
 -- Returns whether one of these is noted: 'moved' (the log has messages that are younger
--- than their ids: delayed ones, or retries of consumers that are read by offsets) or
--- 'external'.
+-- than their ids: delayed ones, or retries of consumers that are read by offsets),
+-- 'external' or 'cancelled'.
 create or replace function pgque._noted(p_queue_id int, p_names text[]) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
@@ -2064,8 +2091,8 @@ begin
 end
 $$;
 
--- Drops a queue.  It locks the queue's tables first, because readers and writers of
--- these tables lock the queue's rows later.
+-- Drops a queue.  It locks the queue's consumers, then its tables, as deliveries do, and
+-- the queue's row last, because readers and writers of the tables lock that row later.
 create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
 language plpgsql as $$
 declare
@@ -2073,6 +2100,7 @@ declare
   v_leaves  text := (select pg_catalog.string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is not null);
   v_leaf    text;
 begin
+  perform from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for update;
   if v_leaves is not null then
     execute pg_catalog.format('lock table %s in access exclusive mode', v_leaves);
   end if;
@@ -3283,7 +3311,7 @@ begin
   perform pgque._need_read_committed('a tick');
   if not v_queue.queue_external_ticker then
     perform pgque._fail('PQ005', format('queue %I has no external ticker', v_queue.queue_name),
-      format('Switch it on first: select pgque.set_queue_config(%L, ''external_ticker'', ''true'');', v_queue.queue_name));
+      format('Switch it on first: select pgque.alter_queue(%L, ''{"external_ticker": true}'');', v_queue.queue_name));
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
@@ -3499,7 +3527,14 @@ begin
     where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
       and m.map_valid and m.map_filenodes = v_filenodes
       and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
-      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+      -- Chunks have the order of their ids, so the one with the last id is the last to read.
+      and m.map_id_hi <= coalesce((
+        select e.map_id_hi
+        from pgque.window_map e
+        where e.map_queue = p_queue_id and e.map_from = p_pos.pos_tick and e.map_to = p_pos.pos_next_tick
+          and e.map_valid and e.map_filenodes = v_filenodes and e.map_id_hi >= p_pos.pos_last_id
+        order by e.map_id_hi
+        limit 1), 9223372036854775807)
     order by m.map_id_hi
     limit p_max / 25 + 3
   ) m;
@@ -3515,52 +3550,98 @@ begin
 end
 $$;
 
--- Returns the query that reads the rows of a position's window above pos_done_id, up to
--- pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, those of
--- the next batch of at most p_max messages.  p_and is one more condition on e.  With
--- p_places, only rows there are read.
+-- Returns the query that reads the rows of a position's window that satisfy p_condition,
+-- as columns of pgque.event.  With p_places, only rows there are read.
 --
--- A window that is far bigger than a batch is read by its map.  p_by_map asks for the
--- map in any case.  A consumer that was moved back can find an event and its own retry
--- in one window: then the retry replaces the event.
-create or replace function pgque._slice_sql(
-  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
-  p_places text[] default null
+-- A window that is far bigger than a batch of p_max messages is read by its map.  p_by_map
+-- asks for the map in any case.
+create or replace function pgque._rows_of_window_sql(
+  p_queue_id int, p_pos pgque.position, p_condition text, p_max bigint default null, p_by_map boolean default false, p_places text[] default null
 ) returns text
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_by_map  boolean;
   v_xids    int8multirange;
-  v_filter  text;
-  v_tids    text[];
-  v_rows    text;
+  v_tids    text[] := p_places;
 begin
   p_by_map := p_by_map or pgque._is_big(p_pos, p_max);
-  v_by_map := p_by_map or p_max is null and exists (
-    select from pgque.window_map m
-    where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
-  v_tids := p_places;
+  v_by_map := p_by_map or p_max is null and pgque._is_mapped(p_queue_id, p_pos);
   if v_tids is null and v_by_map then
     -- From here on no table can be rewritten while its row addresses are used.
-    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
-    v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_queue_id);
+    v_tids := pgque._map_conditions(p_queue_id, p_pos, p_max);
   end if;
   if v_tids is null then
     v_xids := pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
     if p_by_map then
-      perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
-      v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+      perform pgque._map_window(p_queue_id, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
+      v_tids := pgque._map_conditions(p_queue_id, p_pos, p_max);
     end if;
   end if;
   if v_tids is not null then
     v_xids := null;
-    v_filter := ' and ' || pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
+    p_condition := p_condition || ' and ' || pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
   end if;
-  v_rows := pgque._rows_sql(p_sub.sub_queue, pg_catalog.concat(pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id), v_filter, p_and), v_tids, v_xids);
+  return pgque._rows_sql(p_queue_id, p_condition, v_tids, v_xids);
+end
+$$;
+
+-- Returns whether a window has a map.
+create or replace function pgque._is_mapped(p_queue_id int, p_pos pgque.position) returns boolean
+language plpgsql as $$
+begin
+  return exists (
+    select from pgque.window_map m
+    where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
+end
+$$;
+
+-- Returns the query that reads the rows of a position's window above pos_done_id, up to
+-- pos_last_id: those of a batch, or, with p_max, those of the next batch of at most p_max
+-- messages.  p_and is one more condition on e.  A consumer that was moved back can find an
+-- event and its own retry in one window: then the retry replaces the event.
+create or replace function pgque._slice_sql(
+  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
+  p_places text[] default null
+) returns text
+language plpgsql as $$
+declare
+  v_rows  text := pgque._rows_of_window_sql(p_sub.sub_queue, p_pos,
+    pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id) || p_and, p_max, p_by_map, p_places);
+begin
   if p_pos.pos_tick < p_pos.pos_high then
     v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
   end if;
   return v_rows;
+end
+$$;
+
+-- Returns the id of the p_max-th of the rows of a position's window that satisfy
+-- p_condition, if there are more: so a window can be cut into parts.  The rows of a window
+-- are fixed, because each of its transactions had ended before its last tick.  So a part
+-- is the same rows whenever it is read, and each row is in one part.  A part ends with all
+-- rows of its last id: several bodies of a key may have the same id.
+--
+-- How many rows there are does not follow from the event sequences of the two ticks: a
+-- transaction that ran across ticks drew its ids before the first of them.  So rows are
+-- counted, as far as it matters.
+create or replace function pgque._cut(p_queue_id int, p_pos pgque.position, p_condition text, p_max bigint) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_big     bigint := pgque._most_unmapped(p_max);
+  v_by_map  boolean := pgque._is_mapped(p_queue_id, p_pos);
+  v_count   bigint;
+begin
+  if not v_by_map then
+    execute pg_catalog.format('select count(*) from (select from (%s) e limit %s) e', pgque._rows_of_window_sql(p_queue_id, p_pos, p_condition), v_big + 1)
+    into v_count;
+    if v_count <= p_max then
+      return null;
+    end if;
+    v_by_map := v_count > v_big;
+  end if;
+  v_by_map := v_by_map and pg_catalog.current_setting('transaction_read_only') = 'off';   -- else by a map that is there
+  return pgque._id_of_row(pgque._rows_of_window_sql(p_queue_id, p_pos, p_condition, case when v_by_map then p_max end, v_by_map), p_max);
 end
 $$;
 
@@ -3972,13 +4053,15 @@ $$;
 
 -- Locks a batch for a call that gives outcomes or changes its lease.  Calls that lock
 -- all batches of the queue wait meanwhile.  A batch that belongs to no pool is locked
--- with its consumer.  Returns false if the consumer no longer exists.
+-- with its consumer.  Returns false if the consumer no longer exists.  The caller reads
+-- the batch's state in a later statement, which sees what the holder before it did.
 create or replace function pgque._lock_batch(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql as $$
 begin
   if p_sub.sub_role = 'pool' then
-    perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
-    return true;
+    -- An expression, since a statement costs more.
+    return pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue) is not null
+      and pg_catalog.pg_advisory_xact_lock(p_batch) is not null;
   end if;
   perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
   return found;
@@ -4530,6 +4613,9 @@ begin
   v_position.pos_seq := 0;
   v_position.pos_last_batch := 0;
   v_position.pos_skipped := 0;
+  if pgque._noted(p_queue_id, '{cancelled}') or pgque._old_snapshot() then
+    v_position.pos_high := pgque._tick_after_now(p_queue_id);   -- see "cancel"
+  end if;
   perform pgque._append_position(pgque._at_tick(v_position, p_tick));
   return v_position.pos_sub;
 end
@@ -4557,37 +4643,35 @@ begin
   from (select from pgque.subscriber s where s.sub_queue = p_queue_id limit v_queue.queue_max_consumers) s;
   if v_count >= v_queue.queue_max_consumers then
     perform pgque._fail('PQ003', pg_catalog.format('queue %I has max_consumers consumers', v_queue.queue_name),
-      pg_catalog.format('Unsubscribe consumers that are not in use. Or a member of pgque_admin raises the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
+      pg_catalog.format('Unsubscribe consumers that are not in use. Or a member of pgque_admin raises the limit: select pgque.alter_queue(%L, ''{"max_consumers": %s}'');',
         v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint),
       pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers));
   end if;
 end
 $$;
 
-create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, caller pgque.caller default current_user) returns int
+create or replace function pgque.subscribe(
+  queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, key_concurrency int default null,
+  caller pgque.caller default current_user
+) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_new  int := pgque._subscribe($1, $2, 'normal', $3, caller);
-  v_sub  pgque.subscriber;
+  v_new    int := pgque._subscribe($1, $2, 'normal', $3, caller);
+  v_limit  int := pgque._need_key_concurrency($1, $2, $5, $4);
 begin
-  if $4 is true then
-    v_sub := pgque._subscriber($1, $2, caller);
-    if v_new = 0 and not v_sub.sub_keyed then
-      perform pgque._fail('PQ006', format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
-        'Unsubscribe it first, or subscribe another consumer.');
-    elsif v_new = 1 then
-      update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
-    end if;
+  if v_limit is not null then
+    perform pgque._subscribe_keyed($1, $2, v_new = 1, v_limit, caller);
   end if;
-  perform pgque._record_action('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'keyed_order', nullif($4, false))) where v_new = 1;
+  perform pgque._record_action('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'key_concurrency', v_limit)) where v_new = 1;
   return v_new;
 end
 $$;
-comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
+comment on function pgque.subscribe(text, text, text, boolean, int, pgque.caller) is
   'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after '
-  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). keyed_order: messages of one partition_key or key are '
-  'delivered to workers one at a time, in order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has '
-  'max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at.';
+  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). keyed_order: workers get the messages '
+  'of one key (partition_key for messages without key) one at a time, in order. key_concurrency: they get at most this many of one key at a time; 1 is '
+  'keyed_order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has max_consumers consumers; PQ004 the name is '
+  'empty or longer than 1000 bytes; PQ005 no such start_at, or key_concurrency is below 1, or above 1 with keyed_order; PQ006 it is subscribed with another key_concurrency.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
@@ -5070,7 +5154,7 @@ begin
       exit when v_pos.pos_next_tick is null;
     end if;
     v_pos.pos_last_id := null;
-    if v_sub.sub_keyed or pgque._has_keys_or_ttl(v_queue.queue_id) then
+    if pgque._must_choose(v_sub, v_pos) then
       v_sifted := pgque._choose(v_queue, v_sub, v_pos, v_token, v_room, v_passed, $7);
       v_pos := v_sifted.pos;
       v_passed := v_passed + v_pos.pos_done_count;
@@ -5178,10 +5262,8 @@ begin
       sub := null;
       return;
     end if;
-    -- The consumer may become a pool after this call began.
-    if pgque._lock_subscriber(sub.sub_id) <> sub.sub_role then
-      sub := null;
-    end if;
+    -- The consumer may become a pool, or get other settings, after this call began.
+    select s.* into sub from pgque.subscriber s where s.sub_id = sub.sub_id and s.sub_role = sub.sub_role for no key update;
   end loop;
   v_now := pgque.clock();
   leaf := pgque._journal_leaf();
@@ -5246,16 +5328,6 @@ begin
       select from pgque.queue q
       where q.queue_id = p_sub.sub_queue and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) <= v_pos.pos_tick)
     or pgque._old_snapshot() and (pgque._open_window(v_pos, p_sub.sub_queue, p_max)).pos_next_tick is null;
-end
-$$;
-
--- Returns whether a message of a window that is open may have a key or a ttl: then its
--- transaction, or an earlier one, has noted that.
-create or replace function pgque._has_keys_or_ttl(p_queue_id int) returns boolean
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return exists (select from pgque.queue q where q.queue_id = p_queue_id and (q.queue_keyed or q.queue_expiring))
-    or exists (select from pgque.queue_option o where o.opt_queue = p_queue_id and o.opt_name in ('key', 'ttl'));
 end
 $$;
 
@@ -5436,9 +5508,22 @@ $$;
 -- choose: which messages of a slice, and of the retry queue, are delivered
 -- ---------------------------------------------------------------------------
 
--- Chooses from the next messages of a window, at most p_max, for queues and consumers
--- with keys or expiry.  A message whose key or lane is busy goes to the retry queue.
--- Purged and expired messages are left out.  The slice ends at the last message that
+-- Returns whether a message of a window that is open may have to be left out or put aside.
+-- If one has a key or a ttl, or was cancelled, then its transaction, or an earlier one, has
+-- noted that.
+create or replace function pgque._must_choose(p_sub pgque.subscriber, p_pos pgque.position) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return p_sub.sub_keyed
+    or exists (select from pgque.queue q where q.queue_id = p_sub.sub_queue and (q.queue_keyed or q.queue_expiring))
+    or exists (
+      select from pgque.queue_option o
+      where o.opt_queue = p_sub.sub_queue and (o.opt_name in ('key', 'ttl') or o.opt_name = 'cancelled' and p_pos.pos_tick < p_pos.pos_high));
+end
+$$;
+
+-- Chooses from the next messages of a window, at most p_max, if _must_choose().  A message whose key or lane is busy goes to the retry queue.
+-- Purged, cancelled and expired messages are left out.  The slice ends at the last message that
 -- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
 -- is how many messages the caller has passed since it last found one to deliver: the next
 -- slice is as long.  With null the slice is the whole window, for a caller that reads the
@@ -5460,6 +5545,7 @@ declare
   v_busy   bigint[] := '{}';
   v_gone   bigint[] := '{}';
   v_claim  record;
+  v_ended  text := case when p_pos.pos_tick < p_pos.pos_high then pgque._cancelled_sql(p_queue.queue_id, p_sub.sub_id) end;
   v_out    text[];
   v_found  record;
   v_fit    bigint;
@@ -5467,10 +5553,10 @@ begin
   pos := p_pos;
   pos.pos_done_count := 0;
   execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
-    pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
-    pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
+    pgque._slim(case when p_sub.sub_keyed then 'pgque._lane(e.ev_key, e.ev_extra1)' else 'null' end),
+    pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC''%s)', v_now at time zone 'UTC', ' or ' || v_ended) else '' end, v_look),
     v_look + 1)
-  into v_rows using p_sub;
+  into v_rows;
   if v_rows is null then
     return;
   end if;
@@ -5484,8 +5570,11 @@ begin
     v_busy := v_claim.busy;
     v_gone := v_claim.gone;
   end if;
+  if v_ended is not null then
+    execute pg_catalog.format('select $1 || array_agg(e.ev_id) from pg_catalog.unnest($2) e where %s', v_ended) into v_gone using v_gone, v_rows;
+  end if;
   if p_sub.sub_keyed then
-    v_out := pgque._leased_lanes(p_sub);
+    v_out := array(select l.lane from pgque._leased_lanes(p_sub) l);
   end if;
   loop
     with looked as materialized (
@@ -5493,25 +5582,28 @@ begin
         case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
       from pg_catalog.unnest(v_rows) e
     ),
-    busy_lane as materialized (
-      select l.lane
+    -- What is leased of a lane counts as its first messages, and so does a message that
+    -- waits if the order is kept.
+    placed as (
+      select l.* from looked l
+      union all
+      select 0, o.lane, 'out' from pg_catalog.unnest(v_out) o (lane)
+      union all
+      select distinct 0, l.lane, 'out'
       from looked l
-      where l.what = 'good' and l.lane is not null
-      group by 1
-      having l.lane in (select pg_catalog.unnest((select v_out))) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+      where p_sub.sub_key_concurrency = 1 and l.what = 'good' and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
     ),
     judged as (
-      select l.ev_id, l.lane,
+      select p.ev_id, p.lane,
         case
-          when l.what <> 'good' or l.lane is null then l.what
-          when l.lane in (select b.lane from busy_lane b)
-            or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
-          else 'good'
+          when p.what = 'good' and p.lane is not null
+            and pg_catalog.row_number() over (partition by p.lane, p.what in ('gone', 'expired') order by p.ev_id) > p_sub.sub_key_concurrency then 'busy'
+          else p.what
         end as what
-      from looked l
+      from placed p
     ),
     counted as (
-      select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
+      select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j where j.what <> 'out'
     )
     select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
       array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
@@ -5536,7 +5628,7 @@ begin
   end loop;
   pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
   pos.pos_done_count := v_found.looked;
-  pos.pos_keys := v_found.lanes;
+  pos.pos_keys := coalesce(v_found.lanes, '{}');
   ids := v_found.good;
   if v_found.aside is not null then
     execute pg_catalog.format(
@@ -5576,7 +5668,7 @@ language sql volatile as $$
   select row(p_due, p_sub.sub_queue, p_event.ev_id, p_event.ev_time, p_event.ev_txid, coalesce(p_sub.sub_main, p_sub.sub_id), p_event.ev_retry,
     p_event.ev_type, p_event.ev_data, p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
     p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires, p_event.ev_error,
-    p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
+    p_receives, p_batch, p_worker, pgque._lane(p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
 $$;
 
 -- Returns how many messages with an expired lease are delivered together: fewer each
@@ -5786,34 +5878,27 @@ $$;
 -- outcomes: what becomes of the messages of a batch
 -- ---------------------------------------------------------------------------
 
--- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.  Its
--- lock is taken by a statement before all that reads its state (see _lock_batch).
+-- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.
+-- Another call may have changed the consumer's role while this one waited for the lock:
+-- then that call has closed the batch.
 create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   v_found  record;
-  v_held   boolean;
   v_sub    pgque.subscriber;
   v_count  bigint;
 begin
-  select s.sub_id, s.sub_queue, s.sub_role, q.queue_archive_on_ack as archives into v_found
+  select s as sub, q.queue_archive_on_ack as archives into v_found
   from pgque.subscriber s, pgque.queue q
   where (s.sub_id & 1048575) = (p_batch & 1048575)::int and q.queue_id = s.sub_queue
     and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
   if not found then
     return 0;
-  elsif not v_found.archives and pgque._may_be_ordinary() then
-    if v_found.sub_role = 'pool' then
-      -- As in _lock_batch().  An assignment runs no statement.
-      v_held := pg_advisory_xact_lock_shared(hashtext('pgque.batches'), v_found.sub_queue) is not null and pg_advisory_xact_lock(p_batch) is not null;
-    else
-      -- After a wait for the lock, the condition on the role holds for the row as it is then.
-      perform from pgque.subscriber s where s.sub_id = v_found.sub_id and s.sub_role = 'normal' for no key update;
-      v_held := found;
-    end if;
-    if v_held and (case pg_sequence_last_value('pgque.journal_leaf') when 1 then pgque._done_1(p_batch, v_found.sub_id) else pgque._done_0(p_batch, v_found.sub_id) end) then
-      return 1;
-    end if;
+  elsif not v_found.archives and pgque._may_be_ordinary() and pgque._lock_batch(v_found.sub, p_batch)
+    and (case pg_sequence_last_value('pgque.journal_leaf')
+      when 1 then pgque._done_1(p_batch, (v_found.sub).sub_id) else pgque._done_0(p_batch, (v_found.sub).sub_id) end)
+  then
+    return 1;
   end if;
   v_sub := pgque._batch_owner(p_batch);
   if v_found.archives then
@@ -5873,9 +5958,6 @@ begin
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
   end if;
-  -- The consumer cannot be unsubscribed before this commits.  Other workers do not
-  -- wait.
-  perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
   perform pgque._lock_batch(v_sub, p_batch);
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
   v_lease := v_state.lease;
@@ -5920,6 +6002,7 @@ begin
     select i.id, i.ok,
       case
         when i.ok then null
+        when pgque._noted(v_sub.sub_queue, '{cancelled}') and pgque._is_cancelled(v_sub.sub_queue, v_sub.sub_id, i.id) then 'cancelled'
         when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
         when ((select v_log))[pg_catalog.width_bucket(i.id, (select v_log))] = i.id then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'outcome' and s.set_ev_id = i.id) then 'settled already'
@@ -6312,7 +6395,7 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp set j
 comment on function pgque.unshare_consumer(text, text, pgque.caller) is
   'Turns a pool of workers into a consumer that reads on its own: from now on, receive without worker. Its position and pending retries stay. '
   'Messages that workers hold are redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no '
-  'such queue; PQ006 it has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is finishing a batch.';
+  'such queue; PQ006 it has subconsumers, or key_concurrency; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is finishing a batch.';
 
 create or replace function pgque._change_role(p_queue text, p_consumer text, p_from text, p_to text, p_caller name) returns int
 language plpgsql as $$
@@ -6328,7 +6411,9 @@ begin
     return 0;
   elsif v_sub.sub_role <> p_from or v_sub.sub_keyed then
     perform pgque._fail('PQ006', pg_catalog.format('consumer %I of queue %I has %s', p_consumer, p_queue,
-      case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
+        coalesce('key_concurrency ' || pgque._key_concurrency(v_sub), 'subconsumers')),
+      case when v_sub.sub_keyed then pg_catalog.format('Remove this limit first: select pgque.set_key_concurrency(%L, %L, null);', p_queue, p_consumer)
+        else 'Subscribe another consumer.' end);
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
   if pg_catalog.cardinality(pgque._try_lock_batches(v_sub, v_open, null)) < pg_catalog.cardinality(v_open) then
@@ -6409,12 +6494,11 @@ begin
         raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
     end;
   end loop;
-  return v_count + pgque._notify_due(v_now) + coalesce(pgque._forward_letters(), 0);
+  return v_count + pgque._notify_due(v_now);
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each queue, and dead letters into the queues that dead_letter_queue '
-  'names, at most 1,000 or about a megabyte into each; the next tick delivers them. Retries of consumers that are '
+  'Moves delayed messages that are due into their queues, at most 10,000 or about a megabyte of each queue; the next tick delivers them. Retries of consumers that are '
   'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
   'Returns the number of messages that became due or were moved.';
 
@@ -6496,6 +6580,12 @@ exception
 end
 $$;
 
+-- Returns how many bytes of messages a call moves, so that ticks do not wait for long:
+-- those that begin within this number.
+create or replace function pgque._bytes_of_a_call() returns bigint
+language sql immutable as $$ select 1000000::bigint $$;
+
+-- Moves messages of one queue that are due into the log, and returns their number.
 create or replace function pgque._retry_queue(p_queue_id int) returns int
 language plpgsql as $$
 declare
@@ -6522,25 +6612,32 @@ begin
     where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pump_owners() o (id))
     limit 10000));
   with found as materialized (
-    select e.ctid
+    select e.place, sum(e.bytes) over (order by e.due rows unbounded preceding) - e.bytes as before
     from (
       select o.id from pgque._pump_owners() o (id)
       where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
     ) o
     cross join lateral (
-      select e.ctid from pgque.retry_queue e
+      select e.ctid as place, e.ev_retry_after as due, pgque._size(e.ev_data, e.ev_bytes, e.ev_headers) as bytes
+      from pgque.retry_queue e
       where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
         and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
       order by e.ev_retry_after
       limit 10000
-      for update skip locked
     ) e
     limit 10000
   ),
+  locked as materialized (
+    select r.ctid
+    from found f
+    join pgque.retry_queue r on r.ctid = f.place
+    where f.before < pgque._bytes_of_a_call()
+    for update of r skip locked
+  ),
   due as (
-    delete from pgque.retry_queue r using found f
-    where r.ctid = f.ctid
+    delete from pgque.retry_queue r using locked l
+    where r.ctid = l.ctid
     returning r.*
   )
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
@@ -6659,8 +6756,7 @@ $$;
 
 -- Forwards the oldest dead letters to one queue.  If the queue of a letter names another
 -- dead_letter_queue by now, or none, as after a drop, the letter stays for good.  Near
--- max_depth each send counts messages, so that a call forwards few.  Large letters are
--- few too, since no queue ticks meanwhile: those that begin in the first megabyte.
+-- max_depth each send counts messages, so that a call forwards few.
 create or replace function pgque._forward_letters_to(p_target int) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -6684,7 +6780,7 @@ begin
     for update of d skip locked
   ),
   found as materialized (
-    select l.* from (select l.*, sum(l.bytes) over (order by l.dl_id) - l.bytes as before from locked l) l where l.before < 1000000
+    select l.* from (select l.*, sum(l.bytes) over (order by l.dl_id) - l.bytes as before from locked l) l where l.before < pgque._bytes_of_a_call()
   ),
   kept as (
     update pgque.dead_letter d set dl_forward = null from found f where d.dl_id = f.dl_id and not f.nominates
@@ -6902,7 +6998,7 @@ begin
     p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_key, p_dead.ev_bytes,
     -- An expired message loses its expiry.
     case when p_dead.ev_expires > pgque.clock() then p_dead.ev_expires end,
-    pgque._lane(s, p_dead.ev_key, p_dead.ev_extra1)
+    pgque._lane(p_dead.ev_key, p_dead.ev_extra1)
   from pgque.subscriber s
   where s.sub_id = v_sub
   -- The message may be there already, if its consumer was moved back and failed it
@@ -7276,10 +7372,7 @@ begin
   -- Only under the lock: the pump may have moved the message into the log before.
   v_last := pgque._newest_of_key(v_queue.queue_id, $2);
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._is_passed(v_queue.queue_id, v_last.ev_id, v_last.sent_by) then
-    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
-    select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
-    from pgque.queue q
-    where q.queue_id = v_queue.queue_id;
+    perform pgque._append_end(v_queue.queue_id, v_last.ev_id, v_last.ev_time, $2, v_last.ev_retry + 1);
     v_count := v_count + 1;
   end if;
   -- Without the key: the key may be the data that is to be erased.
@@ -7493,69 +7586,319 @@ exception
 end
 $$;
 -- ---------------------------------------------------------------------------
--- order: messages of one key one at a time (keyed_order)
+-- cancel: a message that is not delivered any more
+-- ---------------------------------------------------------------------------
+
+-- A cancelled message of the retry queue is deleted, and one that a batch has gets its
+-- outcome there.  The log is append only: there a row of owner -2 ends a message, as in
+-- purge_key().  Its ev_key is '', which no message has, and its ev_retry is the subscriber
+-- for whom the message ends; 0: for all, later ones too.  The row is appended to the current
+-- table, so it is there as long as the message.
+--
+-- Deliveries do not search for such rows, but for one case: a consumer that has the
+-- message ahead of it is treated as if it had been moved back from a tick after the message
+-- (pos_high).  Until it has passed that tick, its deliveries are not ordinary, and
+-- _must_choose() makes them choose.
+--
+-- The rest of the engine handles cancelled messages in these places:
+--   * _must_choose() and _choose(), which choose messages of the log.
+--   * _add_subscriber(): a consumer may begin before a cancelled message.
+--   * Everything that finds messages ahead of a consumer adds _not_cancelled_sql().
+
+-- Appends the row that ends a message.  p_key: its key, or ''.
+create or replace function pgque._append_end(p_queue_id int, p_id bigint, p_time timestamptz, p_key text, p_retry int) returns void
+language sql as $$
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+  select q.queue_id * 3 + q.queue_cur_table, -2, p_id, p_time, pg_catalog.pg_current_xact_id(), p_retry, p_key
+  from pgque.queue q
+  where q.queue_id = p_queue_id
+  on conflict do nothing
+$$;
+
+-- Returns the condition that a row e was cancelled for a subscriber; null: for all.
+create or replace function pgque._cancelled_sql(p_queue_id int, p_sub int) returns text
+language sql immutable as $$
+  select '(select true from (' || pg_catalog.string_agg(pg_catalog.format(
+    'select from pgque.event_%s_%s c where c.ev_key = '''' and c.ev_id = e.ev_id and c.ev_retry in (0, %s)'
+    ' and (c.ev_owner is null or c.ev_owner <= 0)', p_queue_id, n, coalesce(p_sub, 0)), ' union all ') || ') c limit 1)'
+  from pg_catalog.generate_series(0, 2) n
+$$;
+
+-- Returns one more condition on e for a query of messages that are ahead of a position.
+create or replace function pgque._not_cancelled_sql(p_queue_id int, p_pos pgque.position) returns text
+language sql immutable as $$
+  select case when p_pos.pos_tick < p_pos.pos_high then ' and ' || pgque._cancelled_sql(p_queue_id, p_pos.pos_sub) || ' is null' else '' end
+$$;
+
+-- Returns those of a consumer's batches that may have a message.
+create or replace function pgque._batches_with(p_sub int, p_id bigint) returns setof bigint
+language sql as $$
+  select h.token from pgque._open_batches(p_sub) h where p_id > coalesce((h.lease).pos_done_id, 0) and (p_id > (h.lease).pos_last_id) is not true
+  union
+  select r.ev_batch from pgque.retry_queue r where r.ev_owner + 0 = p_sub and r.ev_id = p_id and r.ev_batch is not null
+$$;
+
+-- Returns a tick id that is above those of all ticks that do not show what is committed
+-- now.  A ticker that has taken its snapshot may store one more: this waits for it.
+create or replace function pgque._tick_after_now(p_queue_id int) returns bigint
+language plpgsql as $$
+begin
+  begin
+    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.tick'), p_queue_id);
+    perform pgque._undo_block();
+  exception
+    when sqlstate 'PQ099' then
+      null;
+  end;
+  return (select (pgque._last_tick(q)).tick_id + 1 from pgque.queue q where q.queue_id = p_queue_id);
+end
+$$;
+
+-- Takes a message from consumers that are locked with their batches, and ends it in the
+-- log for p_one; null: for all.  Returns whether that changed anything.
+create or replace function pgque._cancel(p_queue pgque.queue, p_subs pgque.subscriber[], p_one int, p_id bigint) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_had    int[];   -- the consumers that had it
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position;
+  v_event  pgque.event;
+  v_until  bigint;
+  v_ahead  boolean;
+begin
+  v_had := array(
+    select s.sub_id
+    from pg_catalog.unnest(p_subs) s
+    cross join lateral pgque._batches_with(s.sub_id, p_id) b (token)
+    cross join lateral pgque._set_outcomes(b.token, array[p_id], 'ack', null, null, true) o
+    where o.ok);
+  -- This waits for a pump that moves the message into the log.
+  with gone as (
+    delete from pgque.retry_queue r
+    where r.ev_queue = p_queue.queue_id and r.ev_id = p_id and (p_one is null or r.ev_owner = p_one)
+    returning r.ev_owner
+  )
+  select v_had || pg_catalog.array_agg(g.ev_owner) into v_had from gone g;
+  v_until := pgque._tick_after_now(p_queue.queue_id);
+  foreach v_sub in array p_subs loop
+    v_pos := pgque._current_position(v_sub, pgque._position(v_sub.sub_id));
+    execute pg_catalog.format('select exists (%s)',
+      pgque._unfinished_sql(v_sub, pgque._next_from(v_pos), pg_catalog.pg_current_snapshot(), ' and e.ev_id = ' || p_id))
+    into v_ahead;
+    if v_ahead then
+      v_had := v_had || v_sub.sub_id;
+      v_pos.pos_high := greatest(v_pos.pos_high, v_until);
+      perform pgque._append_position(v_pos);
+    end if;
+  end loop;
+  perform pgque._count(p_queue.queue_id, h.id, 'cancelled', 1) from (select distinct pg_catalog.unnest(v_had)) h (id);
+  v_event := pgque._event_in_log(p_queue, p_id);
+  if v_event.ev_id is null or p_one is not null and pg_catalog.cardinality(v_had) = 0 then
+    return pg_catalog.cardinality(v_had) > 0;
+  end if;
+  perform pgque._note_once(p_queue.queue_id, 'cancelled');
+  -- The next message with its key is a new one.
+  perform pgque._seal(p_queue.queue_id, array[v_event]);
+  perform pgque._append_end(p_queue.queue_id, p_id, v_event.ev_time, '', coalesce(p_one, 0));
+  return true;
+end
+$$;
+
+-- Returns a message as it is in the log; null if it is not there, or this transaction sent
+-- it.
+create or replace function pgque._event_in_log(p_queue pgque.queue, p_id bigint) returns pgque.event
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_event  pgque.event;
+begin
+  execute pg_catalog.format('select e.* from (%s) e limit 1', pgque._rows_sql(p_queue.queue_id,
+    'e.ev_id = $1 and (e.ev_owner is null or e.ev_owner > 0) and pg_catalog.pg_visible_in_snapshot(e.ev_txid, pg_catalog.pg_current_snapshot())',
+    null, pgque._span_xids(p_queue, p_id - 1, p_id)))
+  into v_event using p_id;
+  return v_event;
+end
+$$;
+
+create or replace function pgque.cancel(queue_name text, msg_id bigint, consumer_name text default null, caller pgque.caller default current_user) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue   pgque.queue := pgque._queue($1, caller, 'admin');
+  v_one     int := case when $3 is not null then (pgque._subscriber(v_queue.queue_name, $3, caller)).sub_id end;
+  v_keys    text[];
+  v_states  text[];
+  v_state   text;
+begin
+  perform pgque._need_read_committed('cancel()');
+  perform pgque._no_message(v_queue, $2) where ($2 > 0) is not true;
+  perform pgque._rebase(v_queue.queue_id);
+  v_keys := array_remove((pgque._event_in_log(v_queue, $2)).ev_key || array(select m.key from pgque._messages(v_queue, $2, 100) m), null);
+  perform pgque._lock_keys(v_queue.queue_id, v_keys) where cardinality(v_keys) > 0;
+  -- A consumer that subscribes waits for this lock, and rotation leaves the queue alone.
+  perform from pgque.queue q where q.queue_id = v_queue.queue_id for no key update;
+  perform pgque._lock_consumers(v_queue.queue_id);
+  v_queue := pgque._queue(v_queue.queue_name, caller, 'admin');
+  v_states := array(select m.status from pgque._messages(v_queue, $2, 100) m where $3 is null or m.consumer_name = $3 or m.status = 'delayed');
+  if $3 is not null and 'delayed' = any (v_states) then
+    perform pgque._fail('PQ005', format('message %s of queue %I is delayed: no consumer has it yet', $2, v_queue.queue_name),
+      'Cancel it for all consumers, without consumer_name.');
+  end if;
+  v_state := coalesce(
+    (select s.state
+    from unnest('{processing,retry,pending,delayed,expired,failed,dead,archived}'::text[]) with ordinality s (state, n)
+    where s.state = any (v_states)
+    order by s.n
+    limit 1),
+    pgque._ended_state(v_queue, v_one, $2));
+  if v_state is null then
+    perform pgque._no_message(v_queue, $2);
+  end if;
+  if v_state <> 'cancelled' and pgque._cancel(v_queue, array(
+    select s from pgque.subscriber s
+    where s.sub_queue = v_queue.queue_id and s.sub_main is null and (v_one is null or s.sub_id = v_one)
+    order by s.sub_id), v_one, $2)
+  then
+    perform pgque._record_action('cancel', v_queue.queue_name, jsonb_build_object('msg_id', $2, 'consumer_name', $3, 'state', v_state));
+  end if;
+  return v_state;
+end
+$$;
+comment on function pgque.cancel(text, bigint, text, pgque.caller) is
+  'Cancels a message: it is not delivered any more to this consumer; without consumer_name to none, later ones included. Returns the state in which it was '
+  'found, in the words of list_messages(): processing, retry, pending, delayed, expired, dead, failed or archived (with several consumers the first of these that '
+  'applies), else cancelled (before), or done if no consumer has it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
+  'this message ends: extend() counts one less, and the worker''s outcome for it has the reason cancelled. '
+  'Streams and others who read by offsets still see it. Errors: PQ001 no such queue; PQ005 consumer_name is set and the message is delayed; PQ010 no such message; '
+  'PQ011 not subscribed; 25000 not READ COMMITTED.';
+
+-- Returns the state of a message that no consumer has; null if it is not in the log.
+create or replace function pgque._ended_state(p_queue pgque.queue, p_sub int, p_id bigint) returns text
+language plpgsql as $$
+begin
+  return case
+    when pgque._is_cancelled(p_queue.queue_id, p_sub, p_id) then 'cancelled'
+    when (pgque._event_in_log(p_queue, p_id)).ev_id is not null then 'done'
+  end;
+end
+$$;
+
+create or replace function pgque._is_cancelled(p_queue_id int, p_sub int, p_id bigint) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_found  boolean;
+begin
+  execute 'select ' || pgque._cancelled_sql(p_queue_id, p_sub) || ' from (select $1 as ev_id) e' into v_found using p_id;
+  return v_found is true;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- key_concurrency: how many messages of one key are leased at a time
 -- ---------------------------------------------------------------------------
 
 -- A lane is the messages of a consumer that share a key or a partition key.  _choose()
 -- calls _leased_lanes() and moves messages of a busy lane to the retry queue.  _due()
 -- calls _heads_of_lanes() to choose those of them that are next.
+--
+-- With key_concurrency 1 (keyed_order), the first message of a lane blocks the others until
+-- it has an outcome, also while it waits for another attempt: so the order is kept.  Above 1,
+-- only leased messages count.
 
--- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these are
--- hashed.  Two keys with one hash share a lane: they are ordered more than they need.
-create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
+-- Returns the lane of a message.  An index cannot hold long keys, so these are hashed.  Two
+-- keys with one hash share a lane: fewer of their messages are leased at a time.
+create or replace function pgque._lane(p_key text, p_extra1 text) returns text
 language sql immutable as $$
   select case
-    when not p_sub.sub_keyed then null
     when pg_catalog.octet_length(coalesce(p_key, p_extra1)) > 1000 then pg_catalog.hashtextextended(coalesce(p_key, p_extra1), 0)::text
     else coalesce(p_key, p_extra1)
   end
 $$;
 
--- Returns the lanes of a consumer's messages that came from the log and are leased.
-create or replace function pgque._leased_lanes(p_sub pgque.subscriber) returns text[]
+-- Returns the lane and the worker of each leased message of a consumer.  A batch that was
+-- delivered before the consumer had key_concurrency has no pos_keys.
+create or replace function pgque._leased_lanes(p_sub pgque.subscriber, out lane text, out worker text) returns setof record
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_held   record;
-  v_some   text[];
-  v_lanes  text[] := '{}';
+  v_held  record;
 begin
   for v_held in select h.lease, h.settled from pgque._open_batches(p_sub.sub_id) h loop
-    v_some := (v_held.lease).pos_keys;
-    if v_held.settled > 0 then
-      execute pg_catalog.format('select array_agg(pgque._lane($1, e.ev_key, e.ev_extra1)) from (%s) e', pgque._unsettled_sql(p_sub, v_held.lease))
-      into v_some using p_sub;
+    if v_held.settled = 0 and (v_held.lease).pos_keys is not null then
+      return query select k, (v_held.lease).pos_worker from pg_catalog.unnest((v_held.lease).pos_keys) k;
+    else
+      return query execute pg_catalog.format(
+        'select l.lane, $1 from (%s) e cross join lateral pgque._lane(e.ev_key, e.ev_extra1) l (lane) where l.lane is not null',
+        pgque._unsettled_sql(p_sub, v_held.lease))
+      using (v_held.lease).pos_worker;
     end if;
-    v_lanes := v_lanes || v_some;
   end loop;
-  return array_remove(v_lanes, null);
+  return query
+    select r.ev_lane, r.ev_worker from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock() and r.ev_lane is not null;
 end
 $$;
 
--- With keyed order: returns the first message of each lane in the retry queue that has
--- none leased, if it is due.  It reads the messages that are due.  If these are many,
--- and most are not the first of their lane, it reads each lane, and the messages
--- without one.
+-- With key_concurrency: returns the first messages of each lane in the retry queue that are
+-- due, as many as may be leased beside those that are.  First it chooses from the next 1000
+-- messages that are due.  If these do not suffice, because most wait for a few busy lanes, it
+-- reads the first messages of each lane, and those without one.
 create or replace function pgque._heads_of_lanes(
   p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_from timestamptz default '-infinity'
 )
 returns pgque.retry_queue[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_out    text[];
-  v_lanes  text[];
-  v_free   bigint[];   -- messages without a lane
-  v_count  bigint;
+  v_out    text[] := array(select l.lane from pgque._leased_lanes(p_sub) l);
+  v_order  boolean := p_sub.sub_key_concurrency = 1;   -- the first message of a lane is next, or none
+  v_lanes  text[];     -- lanes whose first messages are chosen
+  v_ids    bigint[];   -- messages that are chosen themselves
+  v_more   boolean;
+  v_rows   pgque.retry_queue[];
 begin
-  -- The leased message of a lane may have been sent later than the first one.
-  v_out := pgque._leased_lanes(p_sub) || array(
-    select r.ev_lane from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > p_now and r.ev_lane is not null);
-  select count(*), pg_catalog.array_agg(distinct r.ev_lane) filter (where r.ev_lane is not null), pg_catalog.array_agg(r.ev_id) filter (where r.ev_lane is null)
-  into v_count, v_lanes, v_free
+  -- As in _choose(), what is leased of a lane counts as its first messages.
+  select count(*) = 1000 + coalesce(pg_catalog.cardinality(v_out), 0), pg_catalog.array_agg(distinct d.ev_lane) filter (where d.ev_lane is not null and v_order and d.ev_id > 0),
+    pg_catalog.array_agg(d.ev_id) filter (where d.ev_lane is null or not v_order and d.ev_id > 0 and d.place <= p_sub.sub_key_concurrency)
+  into v_more, v_lanes, v_ids
   from (
-    select r.ev_id, r.ev_lane from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000) r;
-  if v_count = 1000 then
+    select d.*, pg_catalog.row_number() over (partition by d.ev_lane, d.ev_id in (select pg_catalog.unnest((select p_but))) order by d.ev_id) as place
+    from (
+      (select r.ev_id, r.ev_lane from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000)
+      union all
+      select 0, o.lane from pg_catalog.unnest(v_out) o (lane)
+    ) d
+  ) d;
+  loop
+    -- One index lookup for each lane and for each message, whatever the planner expects.
+    v_rows := array(
+      select pgque._slim_retry(r)
+      from (
+        select r.*
+        from (
+          select h.place
+          from (
+            select l.lane, p_sub.sub_key_concurrency - sum(l.leased) as room
+            from (select pg_catalog.unnest(v_lanes) as lane, 0 as leased union all select pg_catalog.unnest(v_out), 1) l
+            group by 1
+            having min(l.leased) = 0 and sum(l.leased) < p_sub.sub_key_concurrency
+          ) l
+          cross join lateral (
+            select h.ctid as place
+            from pgque.retry_queue h
+            where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane
+              and (v_order or h.ev_retry_after <= p_now and (h.ev_id in (select pg_catalog.unnest((select p_but)))) is not true)
+            order by h.ev_id
+            limit l.room) h
+          union all
+          select f.place
+          from pg_catalog.unnest(v_ids) i (id)
+          cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner + 0 = p_sub.sub_id and f.ev_id = i.id offset 0) f
+        ) found
+        join pgque.retry_queue r on r.ctid = found.place
+        where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+        order by r.ev_batch is null, r.ev_id
+        limit p_max
+        for update of r skip locked
+      ) r);
+    exit when not v_more or pg_catalog.cardinality(v_rows) = p_max;
+    v_more := false;
     v_lanes := array(
       with recursive lane (lane) as (
         (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
@@ -7566,35 +7909,118 @@ begin
         where l.lane is not null
       )
       select l.lane from lane l where l.lane is not null);
-    v_free := array(
+    v_ids := array(
       select r.ev_id from pgque.retry_queue r
       where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after >= p_from and r.ev_retry_after <= p_now
       order by r.ev_retry_after
       limit 1000);
-  end if;
-  -- One index lookup for each key and for each message, whatever the planner expects.
-  return array(
-    select pgque._slim_retry(r)
-    from (
-      select r.*
-      from (
-        select h.place
-        from (select pg_catalog.unnest(v_lanes) except select pg_catalog.unnest(v_out)) l (lane)
-        cross join lateral (
-          select h.ctid as place from pgque.retry_queue h where h.ev_owner = p_sub.sub_id and h.ev_lane = l.lane order by h.ev_id limit 1) h
-        union all
-        select f.place
-        from pg_catalog.unnest(v_free) i (id)
-        cross join lateral (select f.ctid as place from pgque.retry_queue f where f.ev_owner + 0 = p_sub.sub_id and f.ev_id = i.id offset 0) f
-      ) found
-      join pgque.retry_queue r on r.ctid = found.place
-      where r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
-      order by r.ev_batch is null, r.ev_id
-      limit p_max
-      for update of r skip locked
-    ) r);
+  end loop;
+  return v_rows;
 end
 $$;
+
+-- Returns the lanes of a consumer for which messages wait that are due: those that have as
+-- many leased as they may have, and with 1 those whose first message waits for another
+-- attempt.
+create or replace function pgque._waiting_lanes(p_sub pgque.subscriber, out lane text, out messages bigint) returns setof record
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_now  timestamptz := pgque.clock();
+begin
+  return query
+    select w.lane, w.messages
+    from (
+      select r.ev_lane as lane, count(*) filter (where r.ev_retry_after <= v_now) as messages,
+        min(r.ev_id) filter (where r.ev_retry_after > v_now) < min(r.ev_id) filter (where r.ev_retry_after <= v_now) as is_behind
+      from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_lane is not null
+      group by 1
+    ) w
+    left join (select l.lane, count(*) as n from pgque._leased_lanes(p_sub) l group by 1) l on l.lane = w.lane
+    where p_sub.sub_keyed and w.messages > 0 and (l.n >= p_sub.sub_key_concurrency or p_sub.sub_key_concurrency = 1 and w.is_behind);
+end
+$$;
+
+-- Returns how many messages wait for the keys of each worker's messages.
+create or replace function pgque._waiting_for_workers(p_sub pgque.subscriber, out worker text, out messages bigint) returns setof record
+language sql as $$
+  select l.worker, sum(w.messages)::bigint
+  from pgque._waiting_lanes(p_sub) w
+  join (select distinct l.lane, l.worker from pgque._leased_lanes(p_sub) l where p_sub.sub_keyed) l on l.lane = w.lane
+  group by 1
+$$;
+
+-- Returns key_concurrency as subscribe() and set_key_concurrency() get it; PQ005 if it is
+-- not valid.
+create or replace function pgque._need_key_concurrency(p_queue text, p_consumer text, p_limit int, p_order boolean default null) returns int
+language plpgsql as $$
+begin
+  if p_limit < 1 then
+    perform pgque._fail('PQ005', pg_catalog.format('key_concurrency must be at least 1, for consumer %I of queue %I', p_consumer, p_queue),
+      'Pass how many messages of one key may be leased at a time: 1 keeps their order. Null is no limit.');
+  elsif p_order and p_limit > 1 then
+    perform pgque._fail('PQ005', pg_catalog.format('keyed_order is key_concurrency 1, and not %s, for consumer %I of queue %I', p_limit, p_consumer, p_queue),
+      'Pass one of them. With more than one message of a key at a time, their order is not kept.');
+  end if;
+  return coalesce(p_limit, case when p_order then 1 end);
+end
+$$;
+
+-- Stores key_concurrency of a consumer whose row is locked.
+create or replace function pgque._set_key_concurrency(p_sub pgque.subscriber, p_limit int) returns void
+language sql as $$
+  update pgque.subscriber s
+  set sub_role = 'pool', sub_keyed = p_limit is not null, sub_key_concurrency = coalesce(p_limit, 1)
+  where s.sub_id = p_sub.sub_id
+$$;
+
+-- The same for a consumer that was just subscribed.  One that was subscribed before must have
+-- this limit.
+create or replace function pgque._subscribe_keyed(p_queue text, p_consumer text, p_new boolean, p_limit int, p_caller name) returns void
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber := pgque._subscriber(p_queue, p_consumer, p_caller);
+begin
+  if p_new then
+    perform pgque._set_key_concurrency(v_sub, p_limit);
+  elsif pgque._key_concurrency(v_sub) is distinct from p_limit then
+    perform pgque._fail('PQ006', pg_catalog.format('consumer %I of queue %I is subscribed with key_concurrency %s', p_consumer, p_queue,
+        coalesce(pgque._key_concurrency(v_sub)::text, 'null')),
+      pg_catalog.format('To change it: select pgque.set_key_concurrency(%L, %L, %s);', p_queue, p_consumer, p_limit));
+  end if;
+end
+$$;
+
+-- Returns key_concurrency of a consumer; null: no limit.
+create or replace function pgque._key_concurrency(p_sub pgque.subscriber) returns int
+language sql immutable as $$ select case when p_sub.sub_keyed then p_sub.sub_key_concurrency end $$;
+
+create or replace function pgque.set_key_concurrency(queue_name text, consumer_name text, key_concurrency int, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_sub  pgque.subscriber := pgque._subscriber($1, $2, caller);
+begin
+  perform pgque._need_key_concurrency($1, $2, $3);
+  perform pgque._need_read_committed('to set key_concurrency');
+  perform pgque._lock_subscriber(v_sub.sub_id);
+  v_sub := pgque._subscriber($1, $2, caller);
+  if v_sub.sub_role <> 'pool' then
+    perform pgque._fail('PQ006', format('consumer %I of queue %I has no workers', $2, $1),
+      case when v_sub.sub_role = 'normal' then format('Turn it into a pool of workers first: select pgque.share_consumer(%L, %L);', $1, $2)
+        else 'Subscribe another consumer. This one has subconsumers.' end);
+  elsif pgque._key_concurrency(v_sub) is not distinct from $3 then
+    return 0;
+  end if;
+  perform pgque._set_key_concurrency(v_sub, $3);
+  perform pgque._record_action('set_key_concurrency', $1, jsonb_build_object('consumer_name', $2, 'key_concurrency', $3));
+  return 1;
+end
+$$;
+comment on function pgque.set_key_concurrency(text, text, int, pgque.caller) is
+  'Sets how many messages of one key the workers of a consumer have at most, all together: of one key, or of one partition_key for messages without '
+  'key. With 1 they get them in order (keyed_order). NULL: no limit. The limit holds for the next deliveries, and messages that are leased count. '
+  'Returns 1, or 0 if it was set so. Errors: PQ001 no such queue; PQ005 it is below 1; PQ006 the consumer has no workers; PQ011 not subscribed; 25000 not READ '
+  'COMMITTED.';
 -- ---------------------------------------------------------------------------
 -- expiry: messages that are not delivered after a time (ttl)
 -- ---------------------------------------------------------------------------
@@ -9163,9 +9589,9 @@ declare
   v_position  pgque.position;
 begin
   if register_consumer_at.tick_id is null then
-    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false, caller);
+    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', caller => caller);
   end if;
-  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, false, caller) = 1 then
+  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, caller => caller) = 1 then
     return 1;
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
@@ -9234,11 +9660,11 @@ comment on function pgque.batch_retry(bigint, int, pgque.caller) is
 -- ---------------------------------------------------------------------------
 
 -- Opens a batch, PgQ's way: messages in the retry queue that are due, else the next
--- window (see _next_window), or the rest of one that receive() has begun.  The id of an
--- open batch is returned again.  Null if nothing is due and there is no further tick.
--- Messages that receive() would not deliver are left out, and bodies are final from here
--- on, since a client may read the batch only when it finishes it.  With a worker, a
--- subconsumer, the batch belongs to that worker.
+-- window (see _next_window), or the rest of one that was begun, by receive() or by a batch
+-- of max_window messages.  The id of an open batch is returned again.  Null if nothing is
+-- due and there is no further tick.  Messages that receive() would not deliver are left
+-- out, and bodies are final from here on, since a client may read the batch only when it
+-- finishes it.  With a worker, a subconsumer, the batch belongs to that worker.
 create or replace function pgque._open_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user
 ) returns bigint
@@ -9248,6 +9674,7 @@ declare
   v_sub    pgque.subscriber := v_turn.sub;
   v_queue  pgque.queue := v_turn.queue;
   v_pos    pgque.position := v_turn.pos;
+  v_max    bigint := nullif(v_queue.queue_max_window, 0);
   v_token  bigint;
   v_count  bigint := 0;
 begin
@@ -9256,7 +9683,7 @@ begin
   end if;
   v_token := pgque._new_batch_id(v_pos);
   if v_turn.due then
-    v_pos.pos_shelf := pgque._lease_retries(v_queue, v_sub, v_token, 10000, $3, v_turn.until, p_from => lower(v_pos.pos_due));
+    v_pos.pos_shelf := pgque._lease_retries(v_queue, v_sub, v_token, least(10000, v_max), $3, v_turn.until, p_from => lower(v_pos.pos_due));
   end if;
   if v_pos.pos_shelf = 0 then
     if v_pos.pos_done_id is null then
@@ -9266,11 +9693,12 @@ begin
         return null;
       end if;
     end if;
-    v_pos.pos_last_id := null;
+    v_pos.pos_last_id := case when v_max is not null then
+      pgque._cut(v_queue.queue_id, v_pos, pgque._slice_condition(v_sub.sub_id, v_pos.pos_done_id, null), v_max) end;
     -- The number of messages is not known yet.
-    v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
+    v_pos.pos_done_count := case when v_pos.pos_last_id is null then greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1) else v_max end;
     v_count := v_pos.pos_done_count;
-    if pgque._has_keys_or_ttl(v_queue.queue_id) then
+    if pgque._must_choose(v_sub, v_pos) then
       perform pgque._choose(v_queue, v_sub, v_pos, v_token, 2147483647, null::bigint);
     end if;
   end if;
@@ -9312,21 +9740,22 @@ end
 $$;
 
 -- Opens the window of a batch.  Without conditions it ends as that of receive() does, at
--- the furthest tick up to ticker_max_count events, so that a consumer that lags by many
--- small ticks catches up.  A condition on the size chooses the nearest tick that fits:
--- its caller decides how big windows are.
+-- the furthest tick up to ticker_max_count events (max_window if that is less), so that a
+-- consumer that lags by many small ticks catches up.  A condition on the size chooses the
+-- nearest tick that fits: its caller decides how big windows are.
 create or replace function pgque._next_window(
   p_pos pgque.position, p_queue pgque.queue, p_min_lag interval, p_min_count int, p_min_interval interval
 ) returns pgque.position
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
+  v_max    bigint := least(p_queue.queue_ticker_max_count, nullif(p_queue.queue_max_window, 0));
   v_sized  boolean := p_min_count is not null or p_min_interval is not null;
   v_prev   pgque.tick;
   v_tick   pgque.tick;
 begin
   p_pos := pgque._with_window(p_pos, null);
   if p_min_lag is null and not v_sized then
-    return pgque._open_window(p_pos, p_queue.queue_id, p_queue.queue_ticker_max_count);
+    return pgque._open_window(p_pos, p_queue.queue_id, v_max);
   end if;
   v_prev := pgque._tick(p_queue.queue_id, p_pos.pos_tick);
   for v_tick in
@@ -9338,7 +9767,7 @@ begin
     using p_pos.pos_tick, p_min_lag, pgque.clock(), p_min_count, p_min_interval, v_prev.tick_event_seq, v_prev.tick_time,
       case when v_sized then 1 else 100 end
   loop
-    exit when p_pos.pos_next_tick is not null and v_tick.tick_event_seq > p_pos.pos_event_seq + p_queue.queue_ticker_max_count;
+    exit when p_pos.pos_next_tick is not null and v_tick.tick_event_seq > p_pos.pos_event_seq + v_max;
     p_pos := pgque._with_window(p_pos, v_tick);
   end loop;
   return p_pos;
@@ -9371,13 +9800,14 @@ create or replace function pgque.next_batch_info(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch_info(text, text) is
-  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks.';
+  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks: if the batch is a part of a window (see max_window), those of '
+  'the window.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select pgque._open_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch(text, text) is
   'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
-  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more. Retries that '
+  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more, unless max_window is set: then a larger window becomes several batches. Retries that '
   'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
   'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
   'workers; PQ011 not subscribed.';
@@ -9394,7 +9824,7 @@ end
 $$;
 
 -- Returns the query of an open batch: all of it, or, if messages may be left out when
--- it is opened, those without an outcome.
+-- it is opened, or cancelled since, those without an outcome.
 create or replace function pgque._open_sql(p_batch bigint) returns text
 language plpgsql as $$
 declare
@@ -9403,7 +9833,8 @@ declare
 begin
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
   if v_state.place = 'log' and exists (
-    select from pgque.queue q where q.queue_id = v_sub.sub_queue and not pgque._keyed(q) and not pgque._expiring(q))
+    select from pgque.queue q
+    where q.queue_id = v_sub.sub_queue and not q.queue_keyed and not q.queue_expiring and not pgque._noted(q.queue_id, '{key,ttl,cancelled}'))
   then
     return pgque._slice_sql(v_sub, v_state.lease);
   end if;
@@ -9493,7 +9924,8 @@ begin
 end
 $$;
 comment on function pgque.get_batch_info(bigint, pgque.caller) is
-  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
+  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. For a part of a window (see max_window) '
+  'these are of the window. Errors: '
   'PQ012 the batch is not open.';
 -- ---------------------------------------------------------------------------
 -- subconsumers: PgQ's cooperative consumers
@@ -10674,6 +11106,63 @@ comment on function pgque.next_tick(text, bigint, bigint, int, bigint, uuid, pgq
   'one, at most max_ticks, none after upto, and as many as hold max_events events. One tick can hold more than max_events. incarnation: see queue_incarnation(). '
   'Errors: PQ001 no such queue; PQ005 a limit is below 1; PQ015 the tick is not stored, or the queue is another incarnation.';
 
+create or replace function pgque.next_window(
+  queue_name text, after_tick bigint, after_id bigint default null, max_events bigint default null, max_ticks int default null, upto bigint default null,
+  consumer_name text default null, incarnation uuid default null, caller pgque.caller default current_user, out to_tick bigint, out upto_id bigint
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._need_incarnation(pgque._queue($1, caller, 'consume'), incarnation);
+  v_max    bigint := case when v_queue.queue_max_window > 0 then least($4, v_queue.queue_max_window) end;
+begin
+  if $3 is null then
+    to_tick := pgque.next_tick($1, $2, coalesce(v_max, $4), $5, $6, incarnation, caller);
+  elsif $6 is null or least($4, $6 - $2) < 1 then
+    perform pgque._fail('PQ005', format('next_window needs a limit of at least 1, and with after_id the tick that ends the window, for queue %I', v_queue.queue_name),
+      'Pass what the call before returned: its upto_id as after_id, and its to_tick as upto.');
+  else
+    to_tick := (pgque._need_tick(v_queue, $6)).tick_id;
+  end if;
+  if v_max is not null and to_tick is not null then
+    upto_id := pgque._cut(v_queue.queue_id, pgque._part_of_window(pgque._need_tick(v_queue, $2), pgque._tick(v_queue.queue_id, to_tick), $3, null),
+      pgque._row_condition($1, $7, $3, null), v_max);
+  end if;
+end
+$$;
+comment on function pgque.next_window(text, bigint, bigint, bigint, int, bigint, text, uuid, pgque.caller) is
+  'Returns where the next piece of work ends, for a reader that has read up to after_tick. to_tick: as next_tick() returns it; NULL if there is no further tick. '
+  'upto_id: NULL for whole ticks. If the queue has a max_window, a piece has at most this number of events, and at most max_events. Then a window with more is cut: the piece has '
+  'its ids up to upto_id, and the next call is for the rest, with the same after_tick, this upto_id as after_id, and this to_tick as upto. Read a piece with read_window(queue_name, after_tick, '
+  'to_tick, after_id => …, upto_id => …). It has more events only if several have its last id (bodies of a key). consumer_name: its retries count too. incarnation: see '
+  'queue_incarnation(). Errors: PQ001 no such queue; PQ005 a limit is below 1, or after_id without upto; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another '
+  'incarnation.';
+
+-- Returns a part of the window between two ticks as a position: the ids above p_after, up to
+-- p_upto.
+create or replace function pgque._part_of_window(p_from pgque.tick, p_to pgque.tick, p_after bigint, p_upto bigint) returns pgque.position
+language plpgsql as $$
+declare
+  v_pos  pgque.position;
+begin
+  v_pos := pgque._with_window(pgque._at_tick(v_pos, p_from), p_to);
+  v_pos.pos_done_id := p_after;
+  v_pos.pos_last_id := p_upto;
+  return v_pos;
+end
+$$;
+
+-- Returns the condition for the rows of a window that a reader of offsets gets: those for
+-- every consumer and, with a consumer, its retries, with ids in (p_after, p_upto].  Each body
+-- of a key is a row (owner 0), with the id of the first.
+create or replace function pgque._row_condition(p_queue text, p_consumer text, p_after bigint, p_upto bigint) returns text
+language plpgsql as $$
+begin
+  return case when p_consumer is null then '(e.ev_owner is null or e.ev_owner = 0)'
+      else pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s))', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
+    || coalesce(' and e.ev_id > ' || p_after, '') || coalesce(' and e.ev_id <= ' || p_upto, '');
+end
+$$;
+
 -- The same window is split in the same way as long as its ticks are stored.
 create or replace function pgque.split_window(
   queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, incarnation uuid default null, caller pgque.caller default current_user, out part int
@@ -10729,12 +11218,12 @@ begin
 end
 $$;
 
--- Returns the query for the rows that became visible between two ticks: those for every
--- consumer and, with a consumer, its retries.  It returns the same rows whenever it
--- runs.  So a message's ttl is compared with the window's end and not with the clock,
--- and each body of a key is a row (owner 0), with the id of the first.
+-- Returns the query for the rows that became visible between two ticks.  It returns the
+-- same rows whenever it runs.  So a message's ttl is compared with the window's end and not
+-- with the clock.
 create or replace function pgque._window_sql(
-  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_incarnation uuid, p_caller name
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_incarnation uuid, p_caller name,
+  p_after bigint default null, p_upto bigint default null
 ) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
@@ -10749,37 +11238,38 @@ begin
   v_from := pgque._need_tick(v_queue, p_from);
   v_to := pgque._need_tick(v_queue, p_to);
   v_cond := pg_catalog.format('(e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
-    || case when p_consumer is null then '(e.ev_owner is null or e.ev_owner = 0)'
-      else pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s))', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
+    || pgque._row_condition(p_queue, p_consumer, p_after, p_upto)
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
     || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
-  return pg_catalog.format('select %s from (%s) e order by e.ev_id',
-    pgque._event_columns(), pgque._rows_sql(v_queue.queue_id, v_cond, null, pgque._xids(v_from.tick_snapshot, v_to.tick_snapshot)));
+  return pg_catalog.format('select %s from (%s) e order by e.ev_id', pgque._event_columns(),
+    pgque._rows_of_window_sql(v_queue.queue_id, pgque._part_of_window(v_from, v_to, p_after, p_upto), v_cond));
 end
 $$;
 
 -- Not stable: the tick may be younger than the calling statement.
 create or replace function pgque.read_window(
   queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
-  parts int default 1, part int default 0, incarnation uuid default null, caller pgque.caller default current_user,
+  parts int default 1, part int default 0, incarnation uuid default null, after_id bigint default null, upto_id bigint default null,
+  caller pgque.caller default current_user,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 begin
-  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, incarnation, caller);
+  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, incarnation, caller, after_id, upto_id);
 end
 $$;
-comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, uuid, pgque.caller) is
+comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, pgque.caller) is
   'Returns the events between two ticks in the order of their ids, without side effects. consumer_name: its retries too, if it is read by offsets. types: only events of these '
-  'types. parts and part: only ids whose remainder by parts is part. While a consumer stands at from_tick or before, each call returns the same rows. '
+  'types. parts and part: only ids whose remainder by parts is part. after_id, upto_id: only ids above the first, up to the second; see next_window(). While a consumer stands at from_tick or before, each call returns the same rows. '
   'incarnation: see queue_incarnation(); without it, a queue that was created again can have other events between ticks with these ids. '
   'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another incarnation.';
 
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
-  parts int default 1, part int default 0, incarnation uuid default null, caller pgque.caller default current_user
+  parts int default 1, part int default 0, incarnation uuid default null, after_id bigint default null, upto_id bigint default null,
+  caller pgque.caller default current_user
 ) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
 declare
@@ -10789,10 +11279,10 @@ begin
     perform pgque._fail('PQ005', format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
       'Pass any name that is free in this transaction, and FETCH from it.');
   end if;
-  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller);
+  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller, after_id, upto_id);
 end
 $$;
-comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, pgque.caller) is
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, pgque.caller) is
   'Opens a cursor named cursor_name over the rows of read_window(). Read it with FETCH in the same transaction.';
 
 -- Waits for senders that replace a body, as subscribe() does: otherwise the consumer
@@ -10949,7 +11439,7 @@ comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
 -- ---------------------------------------------------------------------------
 
 create or replace function pgque.stream_lag(
-  queue_name text, consumer_name text, tick_id bigint, incarnation uuid default null, caller pgque.caller default current_user,
+  queue_name text, consumer_name text, tick_id bigint, incarnation uuid default null, after_id bigint default null, caller pgque.caller default current_user,
   out newest_tick bigint, out ticks_behind bigint, out events_behind bigint, out oldest_pending interval
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
@@ -10962,7 +11452,7 @@ declare
 begin
   newest_tick := v_last.tick_id;
   execute format('select count(*) from (%s) t where t.tick_id > $1', pgque._ticks_sql(v_queue.queue_id)) into ticks_behind using $3;
-  events_behind := greatest(coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_tick.tick_event_seq, 0);
+  events_behind := greatest(coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - greatest(v_tick.tick_event_seq, after_id), 0);
   begin
     perform pgque._shorten_lock_timeout();
     oldest_pending := greatest(coalesce(pgque.clock()
@@ -10974,10 +11464,10 @@ begin
   end;
 end
 $$;
-comment on function pgque.stream_lag(text, text, bigint, uuid, pgque.caller) is
+comment on function pgque.stream_lag(text, text, bigint, uuid, bigint, pgque.caller) is
   'Returns the lag of a consumer that keeps its own offsets and has read up to a tick: the newest tick of the queue, the number of ticks '
   '(ticks_behind) and events (events_behind, at most) after the tick, and the age of the oldest pending event (oldest_pending; 0 if none is '
-  'pending, NULL if another session has a table of the queue locked). incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed; '
+  'pending, NULL if another session has a table of the queue locked). after_id: events of the next window up to this id are read too; oldest_pending counts them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed; '
   'PQ015 the tick is not stored, or the queue is another incarnation.';
 
 -- Rows live from the task that found them until the commit of its micro-batch, or until
@@ -11023,7 +11513,7 @@ comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], uuid,
   'queue_incarnation(). Errors: PQ001 no such queue; PQ005 no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed; PQ015 the tick '
   'is newer than all of the queue, or the queue is another incarnation.';
 
-create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, incarnation uuid default null,
+create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, incarnation uuid default null, after_id bigint default null,
   caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -11033,13 +11523,13 @@ declare
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   perform pgque._not_future_tick(v_queue, $3);
-  delete from pgque.bad_record b where b.bad_sub = v_sub.sub_id and b.bad_tick > $3;
+  delete from pgque.bad_record b where b.bad_sub = v_sub.sub_id and b.bad_tick > $3 and (b.bad_ev_id <= after_id) is not true;
   get diagnostics v_count = row_count;
   return v_count;
 end
 $$;
-comment on function pgque.unstage_dead(text, text, bigint, uuid, pgque.caller) is
-  'Deletes the notes of stage_dead() for windows that end after after_tick, because these are read again, and returns their number. incarnation: see '
+comment on function pgque.unstage_dead(text, text, bigint, uuid, bigint, pgque.caller) is
+  'Deletes the notes of stage_dead() for windows that end after after_tick, because these are read again, and returns their number. after_id: only those with a higher id. incarnation: see '
   'queue_incarnation(). Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is newer than all of the queue, or the queue '
   'is another incarnation.';
 
@@ -11585,7 +12075,7 @@ begin
     -- All rows ahead of its position, without those that it finished in the window.
     v_rows := pgque._rows_sql(p_queue_id, format(
       '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
-      coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
+      coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')) || pgque._not_cancelled_sql(p_queue_id, v_position));
     execute format(
       'insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,'
       ' ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
@@ -11595,9 +12085,8 @@ begin
     using pgque.clock();
   end loop;
   perform pgque._refresh_retries(p_queue_id);
-  update pgque.retry_queue r set ev_lane = pgque._lane(s, r.ev_key, r.ev_extra1)
-  from pgque.subscriber s
-  where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
+  update pgque.retry_queue r set ev_lane = pgque._lane(r.ev_key, r.ev_extra1)
+  where r.ev_queue = p_queue_id and r.ev_owner > 0 and r.ev_lane is null and coalesce(r.ev_key, r.ev_extra1) is not null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pgque._mark(), queue_incarnation = gen_random_uuid() where q.queue_id = p_queue_id returning q.* into v_queue;
   -- An external ticker may continue at times that are past here.
@@ -12084,7 +12573,7 @@ $$;
 create or replace function pgque._undone_sql(p_sub pgque.subscriber, p_pos pgque.position, p_and text default '') returns text
 language sql stable as $$
   select pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id)
-    || coalesce(' and not (' || pgque._has_outcome_sql(p_pos.pos_batch) || ')', '') || p_and,
+    || coalesce(' and not (' || pgque._has_outcome_sql(p_pos.pos_batch) || ')', '') || p_and || pgque._not_cancelled_sql(p_sub.sub_queue, p_pos),
     null, pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot))
 $$;
 
@@ -12101,7 +12590,7 @@ language sql stable as $$
     || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
     || coalesce(' and not (' || pgque._has_outcome_sql(p_position.pos_batch)
-      || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '') || p_and,
+      || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '') || p_and || pgque._not_cancelled_sql(p_sub.sub_queue, p_position),
     p_tids, pgque._xids(p_position.pos_snapshot, p_snapshot) * p_xids)
 $$;
 
@@ -12295,7 +12784,9 @@ begin
   if pg_relation_size('pgque.window_map') > 268435456 or exists (select from pgque.window_map) and not exists (
     select from pgque.subscriber s
     cross join lateral pgque._position(s.sub_id) p
-    where (pgque._next_from(p)).pos_done_id is not null)
+    where (pgque._next_from(p)).pos_done_id is not null
+      -- A reader of offsets stands before its window until it has read all of it.
+      or s.sub_offsets and exists (select from pgque.window_map m where m.map_queue = s.sub_queue and m.map_from = p.pos_tick))
   then
     v_count := v_count + pgque._empty('pgque.window_map', 'false');
   end if;
@@ -12433,11 +12924,12 @@ create or replace function pgque.maint() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_room   bigint := greatest(pgque._lock_room() / 16, 1);
-  v_count  int := 0;
+  v_count  int;
   v_op     record;
   v_done   int;
 begin
   perform pgque._need_read_committed('maintenance');
+  v_count := coalesce(pgque._forward_letters(), 0);
   for v_op in
     select o.func_name, o.func_arg, o.func_name = 'pgque.maint_rotate_tables_step1' as rotates, o.func_name = 'pgque.maint_retain' as retains
     from pgque.maint_operations() o
@@ -12454,7 +12946,7 @@ begin
 end
 $$;
 comment on function pgque.maint() is
-  'Does all maintenance now: delayed messages, retention, rotation, compaction. It is for a scheduler that does not run the loop. Two calls at '
+  'Does all maintenance now: dead letters that go to other queues, delayed messages, retention, rotation, compaction. It is for a scheduler that does not run the loop. Two calls at '
   'once do no harm. Returns how many steps there were to do. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 -- ---------------------------------------------------------------------------
 -- schedule: the loop and pg_cron
@@ -13224,7 +13716,8 @@ $$;
 
 create or replace view pgque.subscription as
 select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos_time as sub_active,
-  p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
+  p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker,
+  case when s.sub_keyed then s.sub_key_concurrency end as sub_key_concurrency
 from pgque.subscriber s
 cross join lateral pgque._position_of(s.sub_id) p;
 comment on view pgque.subscription is 'Lists the consumers of all queues and their workers, and how far each has read.';
@@ -13238,6 +13731,7 @@ comment on column pgque.subscription.sub_next_tick is 'The end of the window tha
 comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
 comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
 comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
+comment on column pgque.subscription.sub_key_concurrency is 'How many messages of one key its workers may have at a time; NULL: no limit. Set by set_key_concurrency().';
 
 -- Returns the name of a table of a queue that is missing, or null.  The loop skips such
 -- a queue.
@@ -13585,6 +14079,8 @@ begin
     v_tick := pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id));
     v_pos.pos_snapshot := v_tick.tick_snapshot;
     v_pos.pos_event_seq := v_tick.tick_event_seq;
+    v_pos.pos_tick := v_tick.tick_id;
+    v_pos.pos_high := case when pgque._noted(v_queue.queue_id, '{cancelled}') then v_tick.tick_id + 1 end;
   end if;
   loop
     v_upto := greatest(v_upto, v_pos.pos_done_id, v_pos.pos_event_seq, 0) + v_length;
@@ -13593,7 +14089,7 @@ begin
     end if;
     v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
       || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), '')
-      || coalesce(' and e.ev_id <= ' || v_upto, ''),
+      || coalesce(' and e.ev_id <= ' || v_upto, '') || pgque._not_cancelled_sql(v_queue.queue_id, v_pos),
       null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()) * pgque._span_xids(v_queue, 0, v_upto));
     exit when v_upto is null;
     execute format('select count(distinct e.ev_id) from (%s) e', v_rows) into v_count;
@@ -13723,6 +14219,9 @@ $$;
 -- or more: all rows of one message are returned together.  p_where is a condition on a
 -- row m of the result.  p_status, p_consumer and p_after, which are part of p_where
 -- too, avoid needless reads.
+-- These are several statements, and messages move meanwhile.  So that none is missed, the
+-- positions are read first: a message that is delivered later is still ahead of them.  And
+-- each place is read before the one that its messages move to.
 create or replace function pgque._messages(
   p_queue pgque.queue, p_id bigint, p_limit int, p_where text default 'true', p_status text default null, p_consumer text default null, p_after bigint default 0,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
@@ -13732,6 +14231,8 @@ create or replace function pgque._messages(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now     timestamptz := pgque.clock();
+  v_subs    pgque.subscriber[];
+  v_at      pgque.position[];
   v_sub     pgque.subscriber;
   v_held    record;
   v_and     text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
@@ -13744,16 +14245,15 @@ begin
   if p_id is not null then
     v_places := pgque._row_addresses(p_queue, p_id);
   end if;
-  for v_sub in
-    select s.*
-    from pgque.subscriber s
-    where s.sub_queue = p_queue.queue_id and s.sub_main is null and (p_consumer is null or pgque._subscriber_name(s) = p_consumer)
-    order by s.sub_id
-  loop
-    if coalesce(p_status, 'processing') in ('processing', 'retry', 'expired') then
+  select pg_catalog.array_agg(p.sub order by (p.sub).sub_id), pg_catalog.array_agg(p.pos order by (p.sub).sub_id) into v_subs, v_at
+  from pgque._positions(p_queue.queue_id, p_consumer) p
+  where (p.sub).sub_main is null;
+  if coalesce(p_status, 'processing') in ('processing', 'retry', 'expired') then
+    for n in 1..coalesce(pg_catalog.cardinality(v_subs), 0) loop
+      v_sub := v_subs[n];
       for v_held in
-        select h.* from pgque._open_batches(v_sub.sub_id) h
-        where ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= p_id) is not true
+        select h.* from pgque._states(v_sub.sub_id, (v_at[n]).pos_open) h
+        where h.place = 'log' and ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= p_id) is not true
       loop
         return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and, v_places)), $q$
           case when e.ev_expires <= $2 and $4 <= $2 then 'expired' when $4 > $2 then 'processing' else 'retry' end,
@@ -13761,12 +14261,14 @@ begin
           $q$, p_where)
         using v_sub.sub_consumer, v_now, p_limit, v_held.until, (v_held.lease).pos_worker, (v_sub.sub_role = 'pool')::int, v_held.token;
       end loop;
-    end if;
-    return query select m.* from pgque._messages_ahead(p_queue, v_sub, p_limit, p_where, p_status, p_after, v_places) m;
-  end loop;
+    end loop;
+  end if;
   if coalesce(p_status, 'delayed') in ('pending', 'processing', 'delayed', 'retry', 'expired') then
     return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
+  for n in 1..coalesce(pg_catalog.cardinality(v_subs), 0) loop
+    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], pgque._next_from(v_at[n]), p_limit, p_where, p_status, p_after, v_places) m;
+  end loop;
   if coalesce(p_status, 'dead') in ('dead', 'failed') then
     -- One consumer after the other, in the order of an index.
     for v_sub.sub_consumer in
@@ -13793,12 +14295,12 @@ begin
 end
 $$;
 
--- Returns those of them that are in the log and that a consumer has not received.  It
--- reads ids range by range, each eight times as long as the one before, until it has enough.
--- (No sequential scans: if a table was analyzed when it had only the first range, the
--- planner expects that all its rows are in that range.)
+-- Returns those of them that are in the log and that a consumer at p_position has not
+-- received.  It reads ids range by range, each eight times as long as the one before,
+-- until it has enough.  (No sequential scans: if a table was analyzed when it had only the
+-- first range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
+  p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -13806,7 +14308,6 @@ create or replace function pgque._messages_ahead(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
-  v_position  pgque.position;
   v_upto      bigint;
   v_and       text := '';
   v_xids      int8multirange := '{(,)}';
@@ -13819,10 +14320,9 @@ begin
   then
     return;
   end if;
-  v_position := pgque._next_from(pgque._position(p_sub.sub_id));
   loop
     if p_places is null then
-      v_upto := greatest(v_upto, p_after, v_position.pos_event_seq) + v_length;
+      v_upto := greatest(v_upto, p_after, p_position.pos_event_seq) + v_length;
       if v_moved or v_upto >= pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is not false then
         v_upto := null;
       end if;
@@ -13830,7 +14330,7 @@ begin
       v_xids := pgque._span_xids(p_queue, p_after, v_upto);
     end if;
     return query execute pgque._messages_sql(
-      pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, v_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
+      pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, p_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
         case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
         e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
         $q$, p_where)
@@ -14013,9 +14513,18 @@ comment on function pgque.message_status(text, bigint, pgque.caller) is
   'Returns the state of one message, a row for each consumer that still has it. The status is that of list_messages(). Errors: PQ010 no consumer '
   'has it.';
 
+-- Up to 0.8 it had a column less, and CREATE OR REPLACE cannot add one.
+do $$
+begin
+  perform pgque._drop_function(p.oid)
+  from pg_proc p
+  where p.oid = to_regprocedure('pgque.list_workers(text, text, pgque.caller)') and 'waiting' <> all (p.proargnames);
+end
+$$;
 create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
-  out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz
+  out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz,
+  out waiting bigint
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -14025,17 +14534,19 @@ begin
     v_queue := pgque._queue($1, caller, 'see');
   end if;
   return query
-    select q.queue_name, c.co_name, h.worker, count(distinct h.token)::int, sum(h.messages)::bigint, max(h.at), min(h.until)
+    select q.queue_name, c.co_name, h.worker, count(distinct h.token)::int, sum(h.messages)::bigint, max(h.at), min(h.until), sum(h.waiting)::bigint
     from pgque.subscriber s
     join pgque.queue q on q.queue_id = s.sub_queue
     join pgque.consumer c on c.co_id = s.sub_consumer
     cross join lateral (
-      select (l.lease).pos_worker as worker, l.token, (l.lease).pos_done_count - l.settled as messages, (l.lease).pos_time as at, l.until
+      select (l.lease).pos_worker as worker, l.token, (l.lease).pos_done_count - l.settled as messages, (l.lease).pos_time as at, l.until, 0 as waiting
       from pgque._open_batches(s.sub_id) l
       union all
-      select r.ev_worker, r.ev_batch, 1, null, r.ev_retry_after
+      select r.ev_worker, r.ev_batch, 1, null, r.ev_retry_after, 0
       from pgque.retry_queue r
       where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+      union all
+      select b.worker, null, 0, null, null, b.messages from pgque._waiting_for_workers(s) b
     ) h
     where s.sub_role = 'pool' and (($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_id = v_queue.queue_id) and ($2 is null or c.co_name = $2)
     group by q.queue_name, c.co_name, h.worker
@@ -14044,7 +14555,7 @@ end
 $$;
 comment on function pgque.list_workers(text, text, pgque.caller) is
   'Returns the workers that have messages now: batches, messages, last_seen (when the worker last received), lease_until (when the first of its '
-  'leases expires).';
+  'leases expires), waiting (messages that wait for a key of which the worker has a message; see key_concurrency).';
 
 create or replace function pgque.list_poison(
   queue_name text, limit_count int default 100, caller pgque.caller default current_user,
@@ -14246,6 +14757,16 @@ begin
 end
 $$;
 
+-- Returns how many dead letters of a queue stay, the time of the newest of them, and how
+-- many have waited to be forwarded for a minute.  Younger ones are on their way.
+create or replace function pgque._dead_letters_of(p_queue_id int, out stay bigint, out newest timestamptz, out waiting bigint)
+language sql as $$
+  select count(*) filter (where d.dl_forward is null), max(d.dl_time) filter (where d.dl_forward is null),
+    count(*) filter (where d.dl_forward is not null and d.dl_time < pgque.clock() - interval '1 minute')
+  from pgque.dead_letter d
+  where d.dl_queue_id = p_queue_id
+$$;
+
 -- Returns the metrics of one queue.
 create or replace function pgque._queue_metrics(
   p_queue pgque.queue, p_bytes numeric, out metric text, out queue text, out consumer text, out value double precision
@@ -14268,9 +14789,7 @@ begin
       ('pgque_queue_bytes', p_bytes),
       ('pgque_queue_rotation_age_seconds', extract(epoch from pgque.clock() - p_queue.queue_switch_time)),
       ('pgque_queue_retries', (select count(*) from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)),
-      ('pgque_queue_dead_letters', (
-        select count(*) from pgque.dead_letter d
-        where d.dl_queue_id = p_queue.queue_id and (d.dl_forward is null or d.dl_time < pgque.clock() - interval '1 minute'))),
+      ('pgque_queue_dead_letters', (select d.stay + d.waiting from pgque._dead_letters_of(p_queue.queue_id) d)),
       ('pgque_queue_consumers', v_back.consumers),
       ('pgque_queue_paused', p_queue.queue_paused::int),
       -- The same as in _health_senders(), far from the limit.
@@ -14460,7 +14979,7 @@ begin
   advice := nullif(concat_ws('; ',
     case when p_queue.queue_paused then format('select pgque.resume(%L)', p_queue.queue_name) end,
     case when v_depth >= v_warn then
-      format('Start the slowest consumer%s, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')',
+      format('Start the slowest consumer%s, or raise the limit: select pgque.alter_queue(%L, ''{"max_depth": %s}'')',
         ' (' || p_slowest || ')', p_queue.queue_name, 2 * p_queue.queue_max_depth) end), '');
 end
 $$;
@@ -14487,7 +15006,7 @@ begin
   detail := format('last tick %s, %s ago', p_last.tick_id, date_trunc('milliseconds', pgque.clock() - p_last.tick_time))
     || coalesce(', messages have waited for the next one for ' || date_trunc('milliseconds', v_waits), '');
   advice := case
-    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', p_queue.queue_name)
+    when p_queue.queue_ticker_paused then format('select pgque.alter_queue(%L, ''{"ticker_paused": false}'')', p_queue.queue_name)
     when status = 'ok' then null
     when p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', p_queue.queue_name)
     when pgque._has_cron() then 'See the advice of the check ticker.'
@@ -14532,7 +15051,7 @@ begin
       else 'nothing pending' end;
   if status <> 'ok' then
     advice := concat_ws(' ',
-      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.set_queue_config(%L, ''retention_period'', %L).',
+      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.alter_queue(%L, ''{"retention_period": "%s"}'').',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
       case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
         else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', v_late.consumer_name, p_queue.queue_name)
@@ -14543,12 +15062,13 @@ end
 $$;
 
 -- The owner's index finds those that are due (hence + 0): a queue may have many others.
-create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], out status text, out detail text, out advice text)
+create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], p_subs pgque.subscriber[], out status text, out detail text, out advice text)
 language plpgsql as $$
 declare
   v_now   timestamptz := pgque.clock();
   v_due   record;
   v_wait  bigint;
+  v_keys  record;   -- those that are busy
 begin
   select count(*) as n, v_now - min(r.ev_retry_after) as overdue into v_due
   from pg_catalog.unnest(p_pumped) o (id)
@@ -14559,7 +15079,12 @@ begin
   join pgque.retry_queue r on r.ev_owner = s.sub_id
   where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= v_now;
   status := case when v_due.overdue > interval '1 minute' then 'fail' when v_due.overdue > interval '5 seconds' then 'warn' else 'ok' end;
-  detail := v_due.n || ' due' || case when v_wait > 0 then pg_catalog.format(', %s wait for their consumers', v_wait) else '' end;
+  select count(*) as n, sum(l.messages) as messages into v_keys
+  from pg_catalog.unnest(p_subs) s
+  cross join lateral pgque._waiting_lanes(s) l
+  where s.sub_keyed;
+  detail := v_due.n || ' due' || case when v_wait > 0 then pg_catalog.format(', %s wait for their consumers', v_wait) else '' end
+    || case when v_keys.n > 0 then pg_catalog.format(', %s of them for a busy key (keys: %s)', v_keys.messages, v_keys.n) else '' end;
   advice := case when v_due.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end;
 end
 $$;
@@ -14639,7 +15164,7 @@ begin
         and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 as late
       offset 0
     ) r;
-  v_retries := pgque._health_retries(p_queue, p_pumped);
+  v_retries := pgque._health_retries(p_queue, p_pumped, v_back.subs);
   return query
     select 'consumers', queue, h.*
     from pgque._health_consumers(p_queue, v_last, v_back.consumers, v_back.subs, v_back.positions,
@@ -14647,18 +15172,13 @@ begin
   return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice;
   return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs) h;
   return query
-    select 'dead letters', queue, case when d.n + d.waiting > 0 then 'warn' else 'ok' end,
-      d.n || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
+    select 'dead letters', queue, case when d.stay + d.waiting > 0 then 'warn' else 'ok' end,
+      d.stay || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
       case
-        when d.n > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue)
+        when d.stay > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue)
         when d.waiting > 0 then 'Resume the queue that dead_letter_queue names, raise its max_depth, or start its consumers.'
       end
-    from (
-      select count(*) filter (where l.dl_forward is null) as n, max(l.dl_time) filter (where l.dl_forward is null) as newest,
-        count(*) filter (where l.dl_forward is not null and l.dl_time < pgque.clock() - interval '1 minute') as waiting
-      from pgque.dead_letter l
-      where l.dl_queue_id = p_queue.queue_id
-    ) d;
+    from pgque._dead_letters_of(p_queue.queue_id) d;
 end
 $$;
 
@@ -15334,6 +15854,17 @@ begin
 end
 $$;
 
+-- For a receive() or a nack() that was waiting.
+create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
+language sql as $$ select pgque._lane(p_key, p_extra1) where p_sub.sub_keyed $$;
+
+create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
+language sql as $$ select array(select l.lane from pgque._leased_lanes(p_sub) l) $$;
+
+-- Up to 0.8, only messages of a consumer in keyed order had a lane.
+update pgque.retry_queue r set ev_lane = pgque._lane(r.ev_key, r.ev_extra1)
+where r.ev_owner > 0 and r.ev_lane is null and coalesce(r.ev_key, r.ev_extra1) is not null;
+
 -- For a maint_tables() that goes on.
 create or replace function pgque._make_readers() returns int
 language sql as $$ select 0 $$;
@@ -15385,7 +15916,6 @@ begin
       ('_claim_retry', '_claim_waiting'),
       ('_claim_retries', '_claim_aside'),
       ('_refresh_retries', '_refresh_waiting'),
-      ('_leased_lanes', '_lanes_out'),
       ('_contains', '_among'),
       ('_set_outcomes', '_settle'),
       ('_apply_outcome', '_apply'),
@@ -15443,11 +15973,11 @@ language sql immutable as $$
       finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
-      queue_incarnation tick_for next_tick split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
-      get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer
+      queue_incarnation tick_for next_tick next_window split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
+      get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer set_key_concurrency
       _ack _dead _next_batch _open_batch _join'),
     ('pgque_admin', '_fail _no_standby create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
-      set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages get_message
+      set_default_config set_schedule purge purge_key cancel expire_messages delete_expired reclaim retry_now list_messages get_message
       list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick
       confirm_restore ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events maint_recurring
       maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
@@ -15642,25 +16172,17 @@ $$;
 do $$
 declare
   v_before  text[] := string_to_array(current_setting('pgque.functions_before'), ' ');
-  v_func    record;
+  v_func    oid;
 begin
   for v_func in
-    select p.oid::regprocedure as sig, p.proname, case p.prokind when 'p' then 'procedure' else 'function' end as kind
+    select p.oid
     from pg_proc p
     where p.pronamespace = 'pgque'::regnamespace
       and p.oid || p.ctid::text = any (v_before)
       and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
       and p.proname !~ '^_(ticks|events|ordinary|key)_[0-9]+(_[01])?$'
   loop
-    begin
-      execute format('drop %s %s', v_func.kind, v_func.sig);
-    exception
-      when dependent_objects_still_exist then
-        raise warning 'pgque: other objects use % of an earlier version; create them again', v_func.sig;
-        if left(v_func.proname, 1) <> '_' then
-          execute format('alter %s %s rename to %I', v_func.kind, v_func.sig, '_earlier_' || v_func.proname);
-        end if;
-    end;
+    perform pgque._drop_function(v_func);
   end loop;
 end
 $$;

@@ -116,7 +116,9 @@ def ask_cancel(page: Page) -> Response:
     name, number = page.form.need("queue"), page.form.number("id")
     states = [
         ((row["consumer_name"] or "all consumers"), row["status"])
-        for row in page.rows("select m.consumer_name, m.status from pgque.get_message(%s, %s) as m", [name, number])
+        for row in page.rows(
+            "select m.consumer_name, m.status from pgque.get_message(%s, %s) as m", [name, number]
+        )
     ]
     return page.shown(
         "confirm.html",
