@@ -116,6 +116,7 @@ class Queue:
     """All that the model knows. Nothing in it comes from the server but ids of batches."""
 
     max_retries: int
+    max_window: int = 0
     last_id: int = 0
     durable_id: int = 0  # up to here a commit has made the server remember that ids were given
     commits: int = 0
@@ -175,13 +176,8 @@ class Queue:
             if left:
                 return left
             self.close(consumer)
-        due = [w for w in self.waiting if w.owner == position.sub and w.due <= now and not w.held]
-        if due:
-            due = sorted(due, key=lambda w: (w.due, w.id))[:count]
-            for waiting in due:
-                waiting.held = True
-            position.taken = sorted((w.row() for w in due), key=lambda r: r.id)
-            position.token, position.given = -1, True
+        if self.take_due(position, count, now):
+            assert position.taken is not None
             return position.taken
         while True:
             if position.window is None:
@@ -194,6 +190,30 @@ class Queue:
                 position.token, position.given = -1, True
                 return found[:count]
             position.past()
+
+    def take_due(self, position: Position, count: int, now: int) -> bool:
+        """Open a batch of the messages that are due in the retry queue, if there are some."""
+        due = [w for w in self.waiting if w.owner == position.sub and w.due <= now and not w.held]
+        due = sorted(due, key=lambda w: (w.due, w.id))[:count]
+        if due:
+            for waiting in due:
+                waiting.held = True
+            position.taken = sorted((w.row() for w in due), key=lambda r: r.id)
+            position.token, position.given = -1, True
+        return bool(due)
+
+    def next_batch(self, consumer: str, now: int) -> None:
+        """Open a batch if none is open: a window, its rest, or a part of it, which may be empty."""
+        position = self.positions[consumer]
+        most = self.max_window or sys.maxsize
+        if position.token is not None or self.take_due(position, most, now):
+            return
+        if position.window is None:
+            self.open_window(position, min(500, most))
+        if position.window is not None:
+            found = self.between(position)
+            position.last = found[most - 1].id if len(found) > most else None
+            position.token, position.given = -1, True
 
     def close(self, consumer: str) -> None:
         """Finish the open batch."""
@@ -268,17 +288,22 @@ class Consumers(RuleBasedStateMachine):
         return self.bench.conn
 
     @initialize(
-        max_retries=st.sampled_from([0, 1, 2, 5]), subscribed=st.integers(1, 3), ordinary=st.booleans()
+        max_retries=st.sampled_from([0, 1, 2, 5]),
+        max_window=st.sampled_from([0, 1, 4]),
+        subscribed=st.integers(1, 3),
+        ordinary=st.booleans(),
     )
-    def create(self, max_retries: int, subscribed: int, ordinary: bool) -> None:
+    def create(self, max_retries: int, max_window: int, subscribed: int, ordinary: bool) -> None:
         self.bench.deliver(ordinary=ordinary)
         value(
             self.conn,
-            "select pgque.create_queue(%s, jsonb_build_object('max_retries', %s::int, 'rotation_period', '1 microsecond'))",
+            "select pgque.create_queue(%s, jsonb_build_object('max_retries', %s::int, 'max_window', %s::int,"
+            " 'rotation_period', '1 microsecond'))",
             self.queue,
             max_retries,
+            max_window,
         )
-        self.m.max_retries = max_retries
+        self.m.max_retries, self.m.max_window = max_retries, max_window
         self.m.ticks = [Tick(1, self.now, 0, 0, 0)]
         for name in CONSUMERS[:subscribed]:
             self._subscribe(name, "latest", 0)
@@ -576,6 +601,30 @@ class Consumers(RuleBasedStateMachine):
         else:
             call = "select * from pgque.receive(%s, %s, %s)"
             assert refusal(lambda: rows(self.conn, call, self.queue, consumer, count)) == "PQ011"
+
+    @rule(consumer=consumers, finish=st.booleans())
+    def next_batch(self, consumer: str, finish: bool) -> None:
+        """Open a batch by PgQ's name."""
+        if consumer not in self.m.positions:
+            return
+        token = value(self.conn, "select pgque.next_batch(%s, %s)", self.queue, consumer)
+        self.m.next_batch(consumer, self.now)
+        position = self.m.positions[consumer]
+        assert (token is None) == (position.token is None)
+        if token is None:
+            return
+        members = [r.id for r in self.m.batch(position)]
+        if position.token == -1:
+            position.token = token
+            assert token not in self.m.batches and token not in self.never
+            self.m.batches[token] = (consumer, members)
+            self.bench.seen["batches of next_batch"] += 1
+            self.bench.seen["parts"] += position.last is not None
+        assert token == position.token
+        found = [row[0] for row in rows(self.conn, "select ev_id from pgque.get_batch_events(%s)", token)]
+        assert found == [i for i in members if position.taken is None or i not in position.settled]
+        if finish:
+            self._ack(self.conn, token)
 
     @rule(consumer=consumers, count=st.sampled_from([1, 2, 3, 7]), batches=st.integers(1, 3))
     def consume(self, consumer: str, count: int, batches: int) -> None:

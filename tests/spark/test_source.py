@@ -527,15 +527,39 @@ def test_a_part_of_a_tick_that_failed_is_read_again_as_it_was(source: Source, co
 
 
 def test_a_checkpoint_within_a_tick_that_was_lost_ends_the_query(source: Source, conn: Connection) -> None:
+    from pyspark.sql.types import StringType, StructField, StructType
+
+    from pgque.errors import PgqueTickNotFound
+    from pgque.spark.datasource import PgqueDataSource
+
+    def reader(**options: object) -> Any:
+        given = {
+            "consumer": "c",
+            "columns": "payload",
+            "startingAt": "earliest",
+            "pollIntervalMs": 0,
+            **options,
+        }
+        schema = StructType([StructField("payload", StringType())])
+        return PgqueDataSource(source.options(given)).streamReader(schema)
+
     configure(conn, source.queue, max_window=10)
     send_many(conn, source.queue, 25)
     last = forced_tick(conn, source.queue)
-    assert [len(found) for _, found in source.run(source.stream(startingAt="earliest"), fail=1)] == [10, 10]
+    first, again = reader(), reader(failOnDataLoss=False)
+    start = first.initialOffset()
+    within = first.latestOffset(start)
+    assert within["tick"] == f"{start['tick']}:{last}:10"
+    assert first.partitions(start, within)
     # As after a failover to a standby that did not have it: another transaction may be in the next tick.
-    forced_tick(conn, source.queue)
+    newest = forced_tick(conn, source.queue)
     gone = "delete from pgque.tick t using pgque.queue q where q.queue_id = t.tick_queue and q.queue_name = %s and t.tick_id = %s"
     rows(conn, gone, source.queue, last)
-    assert f"tick not found: {last}" in failure(source.run, source.stream())
+    with pytest.raises(PgqueTickNotFound, match=f"tick not found: {last}"):
+        first.latestOffset(within)
+    first.stop()
+    assert again.latestOffset(within)["tick"] == f"{start['tick']}:{newest}:10"
+    again.stop()
 
 
 def test_limits_that_are_lowered_between_two_runs_read_nothing_twice(

@@ -231,7 +231,8 @@ def test_bad_records_of_a_part_are_dead_although_the_query_was_started_again_wit
     options: Any = {"payloadSchema": "id bigint", "badRecords": "dead", "startingAt": "earliest"}
     value(conn, "select pgque.set_queue_config(%s, 'max_window', '2')", typed.queue)
     put(conn, typed.queue, "bad 1", '{"id": 1}', '{"id": 2}', "bad 2", "bad 3")
-    assert typed.stream(fail=1, **options) == [1, 2]
+    # Before 4.2 each run has one batch, and this one does not fail.
+    assert typed.stream(fail=1, **options) in ([1, 2], [1])
     while found := typed.stream(**options):
         assert found == [2]
     put(conn, typed.queue, '{"id": 3}')
