@@ -582,7 +582,7 @@ begin
     return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
   for n in 1..coalesce(pg_catalog.cardinality(v_subs), 0) loop
-    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], pgque._next_from(v_at[n]), p_limit, p_where, p_status, p_after, v_places) m;
+    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], p_limit, p_where, p_status, p_after, v_places, v_at[n]) m;
   end loop;
   if coalesce(p_status, 'dead') in ('dead', 'failed') then
     -- One consumer after the other, in the order of an index.
@@ -610,12 +610,12 @@ begin
 end
 $$;
 
--- Returns those of them that are in the log and that a consumer at p_position has not
--- received.  It reads ids range by range, each eight times as long as the one before,
+-- Returns those of them that are in the log and that a consumer at p_position (null: where
+-- it stands now) has not received.  It reads ids range by range, each eight times as long as the one before,
 -- until it has enough.  (No sequential scans: if a table was analyzed when it had only the
 -- first range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
+  p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[], p_position pgque.position default null,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -623,6 +623,7 @@ create or replace function pgque._messages_ahead(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
+  v_position  pgque.position := pgque._next_from(case when p_position.pos_sub is null then pgque._position(p_sub.sub_id) else p_position end);
   v_upto      bigint;
   v_and       text := '';
   v_xids      int8multirange := '{(,)}';
@@ -637,7 +638,7 @@ begin
   end if;
   loop
     if p_places is null then
-      v_upto := greatest(v_upto, p_after, p_position.pos_event_seq) + v_length;
+      v_upto := greatest(v_upto, p_after, v_position.pos_event_seq) + v_length;
       if v_moved or v_upto >= pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is not false then
         v_upto := null;
       end if;
@@ -645,7 +646,7 @@ begin
       v_xids := pgque._span_xids(p_queue, p_after, v_upto);
     end if;
     return query execute pgque._messages_sql(
-      pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, p_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
+      pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, v_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
         case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
         e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
         $q$, p_where)
