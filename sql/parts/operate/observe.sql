@@ -104,6 +104,7 @@ declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
   v_old    pgque.tick;
+  v_seq    bigint;
 begin
   if $1 is not null then
     i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
@@ -113,26 +114,9 @@ begin
     where ($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1 collate "default"
     order by q.queue_name
   loop
+    v_last := null;
+    v_old := null;
     begin
-      v_last := null;
-      v_old := null;
-      ev_new := null;
-      queue_name := v_queue.queue_name;
-      queue_ntables := v_queue.queue_ntables;
-      queue_cur_table := v_queue.queue_cur_table;
-      queue_rotation_period := v_queue.queue_rotation_period;
-      queue_switch_time := v_queue.queue_switch_time;
-      queue_external_ticker := v_queue.queue_external_ticker;
-      queue_ticker_paused := v_queue.queue_ticker_paused;
-      queue_ticker_max_count := v_queue.queue_ticker_max_count;
-      queue_ticker_max_lag := v_queue.queue_ticker_max_lag;
-      queue_ticker_idle_period := v_queue.queue_ticker_idle_period;
-      queue_paused := v_queue.queue_paused;
-      queue_max_retries := v_queue.queue_max_retries;
-      queue_uid := v_queue.queue_uid;
-      ticker_lag := null;
-      ev_per_sec := null;
-      last_tick_id := null;
       perform pgque._shorten_lock_timeout();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
@@ -144,26 +128,29 @@ begin
           execute format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id)) into v_old;
         end if;
       end if;
-      ticker_lag := pgque.clock() - v_last.tick_time;
-      -- For a second at least: a burst after the creation is no rate.
-      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1);
-      ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
-      last_tick_id := v_last.tick_id;
+      v_seq := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
-        perform pgque._no_queue(queue_name);
+        perform pgque._no_queue(v_queue.queue_name);
       end if;
-      return next;
       perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
-        return next;
+        v_last := null;
       when others then
         if $1 is not null or not pgque._was_dropped(v_queue.queue_id) then
           raise;
-        end if;   -- else the queue was dropped meanwhile
+        end if;
+        continue;   -- the queue was dropped meanwhile
     end;
+    return query
+      select v_queue.queue_name, v_queue.queue_ntables, v_queue.queue_cur_table, v_queue.queue_rotation_period, v_queue.queue_switch_time,
+        v_queue.queue_external_ticker, v_queue.queue_ticker_paused, v_queue.queue_ticker_max_count, v_queue.queue_ticker_max_lag,
+        v_queue.queue_ticker_idle_period, pgque.clock() - v_last.tick_time,
+        -- For a second at least: a burst after the creation is no rate.
+        ((v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1))::float8,
+        v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
   end loop;
 end
 $$;

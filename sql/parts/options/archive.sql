@@ -89,9 +89,7 @@ begin
     insert into pgque.archive
     select n.* from moved m cross join lateral pgque._in_bucket(m.item, pgque._bucket((m.item).arc_queue, (m.item).archived_at)) n;
     get diagnostics v_count = row_count;
-    if not exists (select from pgque.archive_0) then
-      perform pgque._empty('pgque.archive_0', true);
-    end if;
+    perform pgque._empty('pgque.archive_0', true);
   end if;
   return v_count;
 end
