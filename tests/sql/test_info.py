@@ -530,7 +530,7 @@ def test_health_warns_before_the_retention_period_ends(own: Connection) -> None:
         ((status, _, advice),) = rows(own, CHECK, "consumers")
         assert status == wanted, age
     assert advice.startswith(
-        "It misses messages older than 00:01:40. To keep them longer: select pgque.set_queue"
+        "It misses messages older than 00:01:40. To keep them longer: select pgque.alter_queue"
     )
 
 

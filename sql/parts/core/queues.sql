@@ -253,7 +253,7 @@ begin
     || coalesce(', ' || nullif(array_to_string(v_settings.vals, ', '), ''), '') || ')'
   using v_id, p_queue, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass,
     pgque._own_settings('{}', p_config);
-  perform pgque._note_expiring(v_id);
+  perform pgque._note_settings(v_id);
   for n in 0..2 loop
     perform pgque._create_leaf('event', v_id, n, v_seq::regclass);
     perform pgque._create_leaf('tick', v_id, n, v_seq::regclass);
@@ -298,6 +298,14 @@ language sql volatile as $$
   select case when p_queue.queue_restored then p_queue.queue_xid else pgque._mark() end
 $$;
 
+-- Lets options store what a change of a queue's settings means for good.  The caller has
+-- changed the queue's row.
+create or replace function pgque._note_settings(p_queue_id int) returns void
+language sql volatile as $$
+  select pgque._note_expiring(p_queue_id);
+  select pgque._note_unarchived(p_queue_id);
+$$;
+
 create or replace function pgque.alter_queue(queue_name text, config jsonb, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -312,7 +320,7 @@ begin
     execute 'update pgque.queue q set ' || v_sets
       || 'queue_own = pgque._own_settings(q.queue_own, $2), queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
     using v_queue.queue_id, alter_queue.config;
-    perform pgque._note_expiring(v_queue.queue_id), pgque._note_unarchived(v_queue.queue_id);
+    perform pgque._note_settings(v_queue.queue_id);
     perform pgque._record_action('alter_queue', v_queue.queue_name, alter_queue.config);
   end if;
   return cardinality(v_settings.columns);
@@ -495,7 +503,7 @@ begin
   update pgque.config c set defaults = pgque._own_settings(c.defaults, jsonb_build_object(v_param, case when v_value <> 'default' then $2 end));
   execute format('update pgque.queue q set %I = %s, queue_xid = pgque._queue_xid(q) where not q.queue_own ? %L', v_column, v_value, v_param);
   get diagnostics v_count = row_count;
-  perform pgque._note_expiring(q.queue_id), pgque._note_unarchived(q.queue_id) from pgque.queue q;
+  perform pgque._note_settings(q.queue_id) from pgque.queue q;
   perform pgque._record_action('set_default_config', null, jsonb_build_object(v_param, $2));
   return v_count;
 exception

@@ -414,30 +414,3 @@ end
 $$;
 comment on function pgque.dlq_delete(bigint, pgque.caller) is
   'Deletes one dead letter, also a held one, and returns the id of its message. Errors: PQ008 no such dead letter.';
-
-create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_dead   pgque.dead_letter;
-  v_sub    pgque.subscriber;
-  v_count  int := 0;
-begin
-  for v_dead in
-    select d.* from pgque.dead_letter d
-    where d.dl_id in (select p.dl_id from pgque.list_poison(v_queue.queue_name, 100000) p where p.dl_id is not null)
-    for update skip locked
-  loop
-    v_sub.sub_consumer := v_dead.dl_consumer_id;
-    execute pgque._archive_sql(null, 'select d.*, d.dl_receives as ev_receives, null::text as ev_worker from pgque.dead_letter d where d.dl_id = $3', v_queue.queue_id)
-    using v_sub, null::text, v_dead.dl_id, null, null, 'poison'::text;
-    delete from pgque.dead_letter d where d.dl_id = v_dead.dl_id;
-    v_count := v_count + 1;
-  end loop;
-  perform pgque._count(v_queue.queue_id, 0, 'archived', v_count);
-  perform pgque._record_action('archive_poison', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
-  return v_count;
-end
-$$;
-comment on function pgque.archive_poison(text, pgque.caller) is
-  'Moves the dead letters that list_poison() returns to the archive, with outcome poison. Returns their number.';

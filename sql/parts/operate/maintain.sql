@@ -666,15 +666,7 @@ begin
   delete from pgque.queue_right r where not exists (select from pgque.queue q where q.queue_id = r.right_queue) and pgque._is_dropped(r.right_queue);
   delete from pgque.bad_record b where not exists (select from pgque.subscriber s where s.sub_id = b.bad_sub);
   perform pgque._tidy_rights();
-  if pg_relation_size('pgque.bad_record') > 0 and not exists (select from pgque.bad_record) then
-    v_count := v_count + pgque._empty('pgque.bad_record', 'true');
-  end if;
-  if pg_relation_size('pgque.retry_queue') > 0 and not exists (select from pgque.retry_queue) then
-    v_count := v_count + pgque._empty('pgque.retry_queue', 'true');
-  end if;
-  if pg_relation_size('pgque.dead_letter') > 0 and not exists (select from pgque.dead_letter) then
-    v_count := v_count + pgque._empty('pgque.dead_letter', 'true');
-  end if;
+  v_count := v_count + pgque._empty('pgque.bad_record', true) + pgque._empty('pgque.retry_queue', true) + pgque._empty('pgque.dead_letter', true);
   -- The map is a cache: a window that is still open gets a new one.
   if pg_relation_size('pgque.window_map') > 268435456 or exists (select from pgque.window_map) and not exists (
     select from pgque.subscriber s
@@ -683,7 +675,7 @@ begin
       -- A reader of offsets stands before its window until it has read all of it.
       or s.sub_offsets and exists (select from pgque.window_map m where m.map_queue = s.sub_queue and m.map_from = p.pos_tick))
   then
-    v_count := v_count + pgque._empty('pgque.window_map', 'false');
+    v_count := v_count + pgque._empty('pgque.window_map', false);
   end if;
   return v_count;
 end
@@ -697,22 +689,26 @@ language sql as $$
     and (exists (select from pgque.dropped_queue d where d.queue_id = p_queue_id) or pg_catalog.to_regclass('pgque.tick_' || p_queue_id || '_0') is null)
 $$;
 
--- Truncates a table if its lock is free and, with p_only_if_empty, the locked table has
--- no row.
+-- Truncates a table that has pages, if its lock is free and, with p_only_if_empty, if it has
+-- no row.  This is checked before the lock is taken, since others would wait for it, and
+-- again under the lock.
 create or replace function pgque._empty(p_table regclass, p_only_if_empty boolean) returns int
 language plpgsql as $$
 declare
-  v_rows  boolean := false;
+  v_check  text := pg_catalog.format('select not (%L and exists (select from %s))', p_only_if_empty, p_table);
+  v_may    boolean := pg_catalog.pg_relation_size(p_table) > 0;
 begin
-  execute pg_catalog.format('lock table %s in access exclusive mode nowait', p_table);
-  if p_only_if_empty then
-    execute pg_catalog.format('select exists (select from %s)', p_table) into v_rows;
+  if v_may then
+    execute v_check into v_may;
   end if;
-  if v_rows then
-    return 0;
+  if v_may then
+    execute pg_catalog.format('lock table %s in access exclusive mode nowait', p_table);
+    execute v_check into v_may;
   end if;
-  execute pg_catalog.format('truncate %s', p_table);
-  return 1;
+  if v_may then
+    execute pg_catalog.format('truncate %s', p_table);
+  end if;
+  return v_may::int;
 exception
   when lock_not_available then
     return 0;

@@ -106,6 +106,7 @@ declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
   v_old    pgque.tick;
+  v_seq    bigint;
 begin
   if $1 is not null then
     i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
@@ -115,26 +116,9 @@ begin
     where ($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1 collate "default"
     order by q.queue_name
   loop
+    v_last := null;
+    v_old := null;
     begin
-      v_last := null;
-      v_old := null;
-      ev_new := null;
-      queue_name := v_queue.queue_name;
-      queue_ntables := v_queue.queue_ntables;
-      queue_cur_table := v_queue.queue_cur_table;
-      queue_rotation_period := v_queue.queue_rotation_period;
-      queue_switch_time := v_queue.queue_switch_time;
-      queue_external_ticker := v_queue.queue_external_ticker;
-      queue_ticker_paused := v_queue.queue_ticker_paused;
-      queue_ticker_max_count := v_queue.queue_ticker_max_count;
-      queue_ticker_max_lag := v_queue.queue_ticker_max_lag;
-      queue_ticker_idle_period := v_queue.queue_ticker_idle_period;
-      queue_paused := v_queue.queue_paused;
-      queue_max_retries := v_queue.queue_max_retries;
-      queue_uid := v_queue.queue_uid;
-      ticker_lag := null;
-      ev_per_sec := null;
-      last_tick_id := null;
       perform pgque._shorten_lock_timeout();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
@@ -146,26 +130,29 @@ begin
           execute format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id)) into v_old;
         end if;
       end if;
-      ticker_lag := pgque.clock() - v_last.tick_time;
-      -- For a second at least: a burst after the creation is no rate.
-      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1);
-      ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
-      last_tick_id := v_last.tick_id;
+      v_seq := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
-        perform pgque._no_queue(queue_name);
+        perform pgque._no_queue(v_queue.queue_name);
       end if;
-      return next;
       perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
-        return next;
+        v_last := null;
       when others then
         if $1 is not null or not pgque._was_dropped(v_queue.queue_id) then
           raise;
-        end if;   -- else the queue was dropped meanwhile
+        end if;
+        continue;   -- the queue was dropped meanwhile
     end;
+    return query
+      select v_queue.queue_name, v_queue.queue_ntables, v_queue.queue_cur_table, v_queue.queue_rotation_period, v_queue.queue_switch_time,
+        v_queue.queue_external_ticker, v_queue.queue_ticker_paused, v_queue.queue_ticker_max_count, v_queue.queue_ticker_max_lag,
+        v_queue.queue_ticker_idle_period, pgque.clock() - v_last.tick_time,
+        -- For a second at least: a burst after the creation is no rate.
+        ((v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1))::float8,
+        v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
   end loop;
 end
 $$;
@@ -586,7 +573,7 @@ begin
     return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
   for n in 1..coalesce(pg_catalog.cardinality(v_subs), 0) loop
-    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], pgque._next_from(v_at[n]), p_limit, p_where, p_status, p_after, v_places) m;
+    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], p_limit, p_where, p_status, p_after, v_places, v_at[n]) m;
   end loop;
   if coalesce(p_status, 'dead') in ('dead', 'failed') then
     -- One consumer after the other, in the order of an index.
@@ -614,12 +601,12 @@ begin
 end
 $$;
 
--- Returns those of them that are in the log and that a consumer at p_position has not
--- received.  It reads ids range by range, each eight times as long as the one before,
+-- Returns those of them that are in the log and that a consumer at p_position (null: where
+-- it stands now) has not received.  It reads ids range by range, each eight times as long as the one before,
 -- until it has enough.  (No sequential scans: if a table was analyzed when it had only the
 -- first range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
+  p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[], p_position pgque.position default null,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -627,6 +614,7 @@ create or replace function pgque._messages_ahead(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
+  v_position  pgque.position := pgque._next_from(case when p_position.pos_sub is null then pgque._position(p_sub.sub_id) else p_position end);
   v_upto      bigint;
   v_and       text := '';
   v_xids      int8multirange := '{(,)}';
@@ -641,7 +629,7 @@ begin
   end if;
   loop
     if p_places is null then
-      v_upto := greatest(v_upto, p_after, p_position.pos_event_seq) + v_length;
+      v_upto := greatest(v_upto, p_after, v_position.pos_event_seq) + v_length;
       if v_moved or v_upto >= pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is not false then
         v_upto := null;
       end if;
@@ -649,7 +637,7 @@ begin
       v_xids := pgque._span_xids(p_queue, p_after, v_upto);
     end if;
     return query execute pgque._messages_sql(
-      pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, p_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
+      pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, v_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
         case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
         e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
         $q$, p_where)

@@ -2,6 +2,15 @@
 -- archive: messages that are done and kept
 -- ---------------------------------------------------------------------------
 
+-- The rest of the engine handles the archive in these places:
+--   * ack() has another outcome for a queue with archive_on_ack, and _apply_outcome(),
+--     which gives messages their outcome, executes _archive_sql() for it.
+--   * _note_settings() and _drop_queue() call _note_unarchived() and _drop_archive().
+--   * sub_archived says whether the archive has all that a consumer passed: subscribe()
+--     sets it, and a move forward ends it.
+--   * _messages() lists archived messages, Spark reads them, and maint_tables() creates
+--     and drops leaves.
+
 -- Returns the archive's bucket for a queue and a time.
 create or replace function pgque._bucket(p_queue_id int, p_time timestamptz) returns bigint
 language sql stable as $$
@@ -80,9 +89,7 @@ begin
     insert into pgque.archive
     select n.* from moved m cross join lateral pgque._in_bucket(m.item, pgque._bucket((m.item).arc_queue, (m.item).archived_at)) n;
     get diagnostics v_count = row_count;
-    if not exists (select from pgque.archive_0) then
-      perform pgque._empty('pgque.archive_0', true);
-    end if;
+    perform pgque._empty('pgque.archive_0', true);
   end if;
   return v_count;
 end
@@ -302,3 +309,30 @@ $$;
 comment on function pgque.archive(bigint, bigint[], pgque.caller) is
   'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
   'msg_ids) does.';
+
+create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_dead   pgque.dead_letter;
+  v_sub    pgque.subscriber;
+  v_count  int := 0;
+begin
+  for v_dead in
+    select d.* from pgque.dead_letter d
+    where d.dl_id in (select p.dl_id from pgque.list_poison(v_queue.queue_name, 100000) p where p.dl_id is not null)
+    for update skip locked
+  loop
+    v_sub.sub_consumer := v_dead.dl_consumer_id;
+    execute pgque._archive_sql(null, 'select d.*, d.dl_receives as ev_receives, null::text as ev_worker from pgque.dead_letter d where d.dl_id = $3', v_queue.queue_id)
+    using v_sub, null::text, v_dead.dl_id, null, null, 'poison'::text;
+    delete from pgque.dead_letter d where d.dl_id = v_dead.dl_id;
+    v_count := v_count + 1;
+  end loop;
+  perform pgque._count(v_queue.queue_id, 0, 'archived', v_count);
+  perform pgque._record_action('archive_poison', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
+  return v_count;
+end
+$$;
+comment on function pgque.archive_poison(text, pgque.caller) is
+  'Moves the dead letters that list_poison() returns to the archive, with outcome poison. Returns their number.';

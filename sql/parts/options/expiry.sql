@@ -3,8 +3,10 @@
 -- ---------------------------------------------------------------------------
 
 -- The rest of the engine handles expiry in these places:
---   * Sending stores the time (_expires()), and notes that the queue has such messages.
+--   * Sending stores the time (_expires()), and notes that the queue has such messages:
+--     _note_options(), or _note_settings() for the setting message_ttl.
 --   * _choose() and _choose_retries(), which choose messages, leave out those that have expired.
+--     An ordinary delivery has none (queue_expiring).  Lists show the status expired.
 --   * maint() deletes them (maint_expire()).
 
 create or replace function pgque._expiring(p_queue pgque.queue) returns boolean

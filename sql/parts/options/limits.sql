@@ -3,8 +3,12 @@
 -- ---------------------------------------------------------------------------
 
 -- The rest of the engine handles limits in these places:
---   * Sending asks _room(); the sinks too.
---   * _begin_delivery(), with which a delivery begins, asks _limit_unused_since().
+--   * Sending asks _room(); the sinks too, and the forwarding of dead letters.
+--   * What lets the depth grow otherwise calls _depth_grows(): subscribe(), moves of a
+--     consumer, and dlq_requeue().
+--   * _begin_delivery(), with which a delivery begins, asks _limit_unused_since(), and
+--     _store_delivery() adds what was delivered (pos_paid).
+--   * health() and purge() ask _depth().
 
 -- Returns whether a queue with max_depth has room for p_count more messages; PQ003 if
 -- not.

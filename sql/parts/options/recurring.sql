@@ -8,6 +8,8 @@
 -- earliest run, so that the loop reads no table before that time.  If a definition is
 -- committed after the loop read the sequence, the next maintenance finds it, within five
 -- seconds.
+-- Delivery knows nothing of it: the loop and maint() call maint_recurring(), and health()
+-- and metrics() call _recurring_health().
 
 -- Returns when the first run is due; null if there is none.
 create or replace function pgque._recurring_at() returns timestamptz

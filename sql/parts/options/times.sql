@@ -2,6 +2,8 @@
 -- times: when recurring messages are due
 -- ---------------------------------------------------------------------------
 
+-- Only recurring messages use it.
+
 -- Returns the values that a field of a cron expression allows, in order; null if the
 -- field is invalid.  p_names are the names of the values from p_low on.  Weekdays have
 -- p_high 7, which is Sunday like 0.

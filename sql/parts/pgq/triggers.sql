@@ -107,61 +107,39 @@ language sql immutable strict as $$
   from pg_catalog.regexp_split_to_table(p_text, '') with ordinality c (ch, n)
 $$;
 
-create or replace function pgque.jsontriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+do $functions$
+declare
+  v_name    text;
+  v_format  text;
 begin
-  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
-    raise insufficient_privilege using
-      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
-      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
-  end if;
-  perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
-    return null;
-  end if;
-  return coalesce(new, old);
+  for v_name, v_format in values ('jsontriga', 'json'), ('logutriga', 'url'), ('sqltriga', 'sql') loop
+    execute format(
+      $template$
+      create or replace function pgque.%s() returns trigger
+      language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $body$
+      begin
+        if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
+          raise insufficient_privilege using
+            message = format('role %%I may not send the changes of table %%s', current_user, tg_relid::regclass),
+            hint = format('select pgque.grant_queue(%%L, %%L, ''produce''); or, for all queues: grant pgque_writer to %%I.', tg_argv[0], current_user, current_user);
+        end if;
+        perform pgque._row_event(%L, tg_op, tg_relid::regclass, tg_argv,
+          case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
+        if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
+          return null;
+        end if;
+        return coalesce(new, old);
+      end
+      $body$
+      $template$, v_name, v_format);
+  end loop;
 end
-$$;
+$functions$;
 comment on function pgque.jsontriga() is
   'Sends each change of a table as JSON, as a row or TRUNCATE trigger: create trigger ... execute function pgque.jsontriga(''queue'', options...). '
   'Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is I:, U: or D: and the key columns, or R for '
   'TRUNCATE; ev_extra1 is the table. Errors: PQ001 no such queue; PQ005 no queue, an unknown option, or a key that is no column; PQ013 the queue is '
   'paused, or the change is denied; 42501 the role that changes the table may not send to the queue.';
-
-create or replace function pgque.logutriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
-    raise insufficient_privilege using
-      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
-      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
-  end if;
-  perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
-    return null;
-  end if;
-  return coalesce(new, old);
-end
-$$;
 comment on function pgque.logutriga() is 'Sends each change of a table as jsontriga() does, with the row as URL-encoded pairs.';
-
-create or replace function pgque.sqltriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  if not has_schema_privilege('pgque', 'usage') or not has_function_privilege('pgque._row_event(text,text,regclass,text[],jsonb,jsonb)', 'execute') then
-    raise insufficient_privilege using
-      message = format('role %I may not send the changes of table %s', current_user, tg_relid::regclass),
-      hint = format('select pgque.grant_queue(%L, %L, ''produce''); or, for all queues: grant pgque_writer to %I.', tg_argv[0], current_user, current_user);
-  end if;
-  perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
-    return null;
-  end if;
-  return coalesce(new, old);
-end
-$$;
 comment on function pgque.sqltriga() is
   'Sends each change of a table as jsontriga() does, with the part of an SQL statement that follows the table''s name. ev_type is I, U, D or R.';

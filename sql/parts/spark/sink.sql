@@ -150,7 +150,7 @@ begin
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
     new.payload, new.partition_key, pgque._headers(new.queue, new.headers), new.payload_bytes,
-    case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
+    pgque._expires(q)
   from pgque.queue q
   where q.queue_name = new.queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1));
   if not found then
@@ -479,7 +479,7 @@ begin
   cross join lateral (select s.queue offset 0) n
   left join lateral (
     select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
-      case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
+      pgque._expires(q) as ends
     from pgque.queue q
     where q.queue_name = n.queue
     offset 0
