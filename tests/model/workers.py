@@ -302,7 +302,9 @@ class Workers(RuleBasedStateMachine):
             stored[0].purged = True
             self.cancelled[i] = Row(i, self.leaf, 0, None, None)
             self._commit(self.cancelled[i])
-        assert value(self.conn, "select pgque.cancel(%s, %s)", self.queue, i) == "cancelled" if stored else True
+        assert (
+            value(self.conn, "select pgque.cancel(%s, %s)", self.queue, i) == "cancelled" if stored else True
+        )
 
     @rule(count=st.sampled_from([1, 5, 12]), covered=st.sampled_from([True, True, True, False]))
     def offer(self, count: int, covered: bool) -> None:
@@ -411,7 +413,11 @@ class Workers(RuleBasedStateMachine):
         value(self.conn, "select pgque.maint_tables()")
 
     def _purge(self) -> None:
-        ahead = [r for r in self.log if r.message and not r.purged and not self._passed(r) and not self._expired(r.message)]
+        ahead = [
+            r
+            for r in self.log
+            if r.message and not r.purged and not self._passed(r) and not self._expired(r.message)
+        ]
         depth = len(ahead) + len(self.waiting) + sum(len(o.held) for o in self.leases.values())
         found = value(self.conn, "select pgque.purge(%s)", self.queue)
         if not any(r.key for r in self.log):

@@ -44,11 +44,15 @@ def cancel(conn: Connection, queue: str, msg_id: int, consumer: str | None = Non
     return found
 
 
-def all_of(conn: Connection, queue: str, worker: str | None, consumer: str = "c", count: int = 100) -> list[int]:
+def all_of(
+    conn: Connection, queue: str, worker: str | None, consumer: str = "c", count: int = 100
+) -> list[int]:
     """Receive and acknowledge until nothing is left; return the ids."""
     got: list[int] = []
     while batch := (
-        receive(conn, queue, consumer, count) if worker is None else take(conn, queue, worker, count, consumer=consumer)
+        receive(conn, queue, consumer, count)
+        if worker is None
+        else take(conn, queue, worker, count, consumer=consumer)
     ):
         got += ids(batch)
         assert ack(conn, batch[0].batch_id) == 1
@@ -76,7 +80,11 @@ def test_a_pending_message_is_left_out_for_all_and_deliveries_are_ordinary_again
     got: list[int] = []
     assert is_ordinary(conn, lambda: got.extend(all_of(conn, subscribed, worker)))
     assert got == again
-    assert rows(conn, "select m.value from pgque.metrics() m where m.metric = 'pgque_messages_cancelled_total' and m.queue = %s", subscribed) == [(1.0,), (1.0,)]
+    assert rows(
+        conn,
+        "select m.value from pgque.metrics() m where m.metric = 'pgque_messages_cancelled_total' and m.queue = %s",
+        subscribed,
+    ) == [(1.0,), (1.0,)]
 
 
 def test_a_message_is_cancelled_for_one_consumer(conn: Connection, subscribed: str) -> None:
@@ -95,7 +103,11 @@ def test_a_message_is_cancelled_for_one_consumer(conn: Connection, subscribed: s
 def test_who_comes_later_or_is_moved_back_does_not_get_a_message_that_was_cancelled_for_all(
     conn: Connection, subscribed: str
 ) -> None:
-    start = value(conn, "select max(t.tick_id) from pgque.tick t join pgque.queue q on q.queue_id = t.tick_queue and q.queue_name = %s", subscribed)
+    start = value(
+        conn,
+        "select max(t.tick_id) from pgque.tick t join pgque.queue q on q.queue_id = t.tick_queue and q.queue_name = %s",
+        subscribed,
+    )
     first, second = offer(conn, subscribed, 2)
     (batch,) = {m.batch_id for m in receive(conn, subscribed)}
     assert cancel(conn, subscribed, first) == "processing"
@@ -108,7 +120,18 @@ def test_who_comes_later_or_is_moved_back_does_not_get_a_message_that_was_cancel
     value(conn, "select pgque.register_consumer_at(%s, 'late', %s)", subscribed, start)
     assert all_of(conn, subscribed, "w", "late") == [second]
     # Who reads by offsets still sees it.
-    assert len(rows(conn, "select * from pgque.read_window(%s, %s, (select pgque.tick_for(%s, 'latest')))", subscribed, start, subscribed)) == 2
+    assert (
+        len(
+            rows(
+                conn,
+                "select * from pgque.read_window(%s, %s, (select pgque.tick_for(%s, 'latest')))",
+                subscribed,
+                start,
+                subscribed,
+            )
+        )
+        == 2
+    )
 
 
 def test_a_worker_keeps_its_batch_without_the_message_and_learns_that_it_was_cancelled(
@@ -191,7 +214,9 @@ def test_a_window_that_is_read_by_its_map_leaves_out_cancelled_messages_and_noth
     assert all_of(conn, subscribed, "w", count=100)[1:] == [i for i in sent if i not in gone]
 
 
-def test_batches_of_next_batch_leave_it_out_whether_opened_before_or_after(conn: Connection, subscribed: str) -> None:
+def test_batches_of_next_batch_leave_it_out_whether_opened_before_or_after(
+    conn: Connection, subscribed: str
+) -> None:
     def events(batch: int) -> list[int]:
         return [r[0] for r in rows(conn, "select e.ev_id from pgque.get_batch_events(%s) e", batch)]
 
@@ -227,7 +252,9 @@ def test_states_of_messages_that_nobody_will_get(conn: Connection, subscribed: s
         refused("PQ010", cancel, conn, subscribed, wrong)
     refused("PQ001", cancel, conn, "no such queue", done)
     refused("PQ011", cancel, conn, subscribed, done, "nobody")
-    calls = rows(conn, "select a.call, a.args from pgque.list_actions(%s) a where a.call = 'cancel'", subscribed)
+    calls = rows(
+        conn, "select a.call, a.args from pgque.list_actions(%s) a where a.call = 'cancel'", subscribed
+    )
     assert calls == []
 
 
@@ -241,7 +268,9 @@ def test_a_message_of_this_transaction_is_not_there_yet(conn: Connection, subscr
     assert args == {"msg_id": sent, "state": "pending"}
 
 
-def test_cancel_needs_read_committed(transaction: Callable[..., Connection], conn: Connection, subscribed: str) -> None:
+def test_cancel_needs_read_committed(
+    transaction: Callable[..., Connection], conn: Connection, subscribed: str
+) -> None:
     (sent,) = offer(conn, subscribed)
     refused("25000", cancel, transaction("repeatable read"), subscribed, sent)
 
@@ -261,9 +290,9 @@ def test_the_rows_of_cancelled_messages_go_with_the_log(pool: Connection) -> Non
     before = row_counts(pool)
     traffic()
     after = row_counts(pool)
-    assert {name: count for name, count in after.items() if name.startswith("event") or name == "retry_queue"} == {
-        name: count for name, count in before.items() if name.startswith("event") or name == "retry_queue"
-    }
+    assert {
+        name: count for name, count in after.items() if name.startswith("event") or name == "retry_queue"
+    } == {name: count for name, count in before.items() if name.startswith("event") or name == "retry_queue"}
 
 
 def test_a_message_stays_cancelled_while_the_log_rotates_under_a_slow_consumer(pool: Connection) -> None:
@@ -283,8 +312,14 @@ def test_a_message_stays_cancelled_while_the_log_rotates_under_a_slow_consumer(p
 @pytest.mark.parametrize("worker", [None, "w"])
 @pytest.mark.parametrize("ends", ["commit", "rollback"])
 def test_a_cancel_waits_for_a_delivery(
-    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], background: Callable[..., Any],
-    connect: Callable[..., Connection], wait_for_lock: Callable[..., None], worker: str | None, ends: str,
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
+    worker: str | None,
+    ends: str,
 ) -> None:
     first, second = offer(pool, "q", 2)
     reader = transaction(dsn=own_dsn)
@@ -304,8 +339,14 @@ def test_a_cancel_waits_for_a_delivery(
 @pytest.mark.parametrize("worker", [None, "w"])
 @pytest.mark.parametrize("how", ["receive", "next_batch"])
 def test_a_delivery_that_waits_for_a_cancel_leaves_the_message_out(
-    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], background: Callable[..., Any],
-    connect: Callable[..., Connection], wait_for_lock: Callable[..., None], worker: str | None, how: str,
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
+    worker: str | None,
+    how: str,
 ) -> None:
     if how == "next_batch" and worker is not None:
         pytest.skip("next_batch() has no worker")
@@ -316,7 +357,10 @@ def test_a_delivery_that_waits_for_a_cancel_leaves_the_message_out(
     assert cancel(canceller, "q", first) == "pending"
     if how == "next_batch":
         reading = background(
-            lambda c: [r[0] for r in rows(c, "select e.ev_id from pgque.get_batch_events(pgque.next_batch('q', 'c')) e")],
+            lambda c: [
+                r[0]
+                for r in rows(c, "select e.ev_id from pgque.get_batch_events(pgque.next_batch('q', 'c')) e")
+            ],
             connect(own_dsn),
         )
     else:
@@ -329,8 +373,14 @@ def test_a_delivery_that_waits_for_a_cancel_leaves_the_message_out(
 @pytest.mark.parametrize("call", ["ack", "nack", "extend"])
 @pytest.mark.parametrize("first_of_two", ["worker", "cancel"])
 def test_a_cancel_and_what_a_worker_says_follow_each_other(
-    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], background: Callable[..., Any],
-    connect: Callable[..., Connection], wait_for_lock: Callable[..., None], call: str, first_of_two: str,
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
+    call: str,
+    first_of_two: str,
 ) -> None:
     sent = offer(pool, "q", 2)
     batch = take(pool, "q")[0].batch_id
@@ -359,8 +409,12 @@ def test_a_cancel_and_what_a_worker_says_follow_each_other(
 
 
 def test_a_cancel_waits_for_a_worker_that_takes_over_an_expired_lease(
-    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], background: Callable[..., Any],
-    connect: Callable[..., Connection], wait_for_lock: Callable[..., None],
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
 ) -> None:
     sent = offer(pool, "q", 2)
     take(pool, "q", timeout="10 seconds")
@@ -377,8 +431,13 @@ def test_a_cancel_waits_for_a_worker_that_takes_over_an_expired_lease(
 
 @pytest.mark.parametrize("key", [None, "k"])
 def test_a_cancel_finds_a_message_that_the_pump_is_moving(
-    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], background: Callable[..., Any],
-    connect: Callable[..., Connection], wait_for_lock: Callable[..., None], key: str | None,
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
+    key: str | None,
 ) -> None:
     sent = post(pool, "q", key=key, delay="1 minute")
     move_clock(pool, "2 minutes")
@@ -393,13 +452,19 @@ def test_a_cancel_finds_a_message_that_the_pump_is_moving(
 
 
 def test_a_consumer_that_subscribes_while_a_message_is_cancelled_does_not_get_it(
-    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], background: Callable[..., Any],
-    connect: Callable[..., Connection], wait_for_lock: Callable[..., None],
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
 ) -> None:
     first, second = offer(pool, "q", 2)
     canceller = transaction(dsn=own_dsn)
     cancel(canceller, "q", first)
-    joining = background(lambda c: value(c, "select pgque.subscribe('q', 'late', 'earliest')"), connect(own_dsn))
+    joining = background(
+        lambda c: value(c, "select pgque.subscribe('q', 'late', 'earliest')"), connect(own_dsn)
+    )
     wait_for_lock(joining.pid)
     canceller.commit()
     assert joining.result() == 1
@@ -407,8 +472,12 @@ def test_a_consumer_that_subscribes_while_a_message_is_cancelled_does_not_get_it
 
 
 def test_a_cancel_waits_for_a_tick_that_does_not_show_the_message(
-    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], background: Callable[..., Any],
-    connect: Callable[..., Connection], wait_for_lock: Callable[..., None],
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
 ) -> None:
     offer(pool, "q")
     all_of(pool, "q", "w")

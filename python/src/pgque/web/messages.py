@@ -116,15 +116,17 @@ def ask_cancel(page: Page) -> Response:
     name, number = page.form.need("queue"), page.form.number("id")
     states = [
         ((row["consumer_name"] or "all consumers"), row["status"])
-        for row in page.rows("select m.consumer_name, m.status from pgque.get_message(%s, %s) as m", [name, number])
+        for row in page.rows(
+            "select m.consumer_name, m.status from pgque.get_message(%s, %s) as m", [name, number]
+        )
     ]
     return page.shown(
         "confirm.html",
         queue=name,
         title=f"Cancel message {number}?",
         facts=states,
-        text="It is not delivered any more, to no consumer. If a worker has it, its handler runs on, and the outcome"
-        " does not count. Streams and others who read by offsets still see it. This cannot be undone.",
+        text="It is not delivered to any consumer any more. If a worker has it, its handler runs on, and the"
+        " outcome does not count. Streams and others who read by offsets still see it. This cannot be undone.",
         action="/message/cancel",
         fields=[("queue", name), ("id", number)],
         button="Cancel the message",
