@@ -21,6 +21,7 @@ from sql.helpers import (
     outcome,
     post,
     receive,
+    receive_coop,
     refused,
     rotate,
     row_counts,
@@ -241,6 +242,43 @@ def test_a_cancelled_message_is_not_given_up_with_what_a_slow_consumer_missed(po
     forced_tick(pool, "q")
     value(pool, "select pgque.maint_retain('q')")
     assert list(dead_letters(pool, "q")) == [second]
+
+
+def test_the_next_message_of_a_key_does_not_wait_for_a_cancelled_one(
+    conn: Connection, subscribed: str
+) -> None:
+    value(conn, "select pgque.subscribe(%s, 'ordered', keyed_order => true)", subscribed)
+    sent = [post(conn, subscribed, partition_key="p") for _ in range(4)]
+    tick(conn, subscribed)
+    for msg_id, state in ((sent[0], "processing"), (sent[2], "pending")):
+        (message,) = take(conn, subscribed, consumer="ordered")
+        assert cancel(conn, subscribed, msg_id, "ordered") == state
+        assert ack(conn, message.batch_id) == (message.msg_id != msg_id)
+    assert message.msg_id == sent[1]
+    assert ids(work_off(conn, subscribed, consumer="ordered")) == [sent[3]]
+
+
+def test_a_subconsumer_keeps_its_batch_without_the_message(conn: Connection, subscribed: str) -> None:
+    value(conn, "select pgque.subscribe_subconsumer(%s, 'coop', 's')", subscribed)
+    sent = offer(conn, subscribed, 3)
+    batch = receive_coop(conn, subscribed, "s", consumer="coop")
+    assert ids(batch) == sent
+    assert cancel(conn, subscribed, sent[0], "coop") == "processing"
+    assert ids(receive_coop(conn, subscribed, "s", consumer="coop")) == sent[1:]
+    assert ack(conn, batch[0].batch_id) == 1
+
+
+def test_a_retry_that_the_pump_moved_into_the_log_is_left_out(pool: Connection) -> None:
+    """Consumers that never received, or are read by offsets, get their retries from the log."""
+    (first,) = offer(pool, "q")
+    batch = value(pool, "select pgque.next_batch('q', 'c')")
+    value(pool, "select pgque.event_retry(%s, %s, 0)", batch, first)
+    value(pool, "select pgque.finish_batch(%s)", batch)
+    value(pool, "select pgque.open_stream('q', 'c')")
+    settle(pool, "q")
+    assert status(pool, "q", first) == {"c": "retry"}
+    assert cancel(pool, "q", first) == "retry"
+    assert receive(pool, "q") == []
 
 
 def test_states_of_messages_that_nobody_will_get(conn: Connection, subscribed: str) -> None:
