@@ -10,6 +10,7 @@ import pytest
 from sql.helpers import (
     Connection,
     ack,
+    configure,
     dead_letters,
     extend,
     figure,
@@ -530,3 +531,27 @@ def test_a_cancel_waits_for_a_tick_that_does_not_show_the_message(
     assert all_of(pool, "q", "w") == []
     forced_tick(pool, "q")
     assert all_of(pool, "q", "w") == []
+
+
+def test_a_cancel_waits_for_a_rotation_and_a_rotation_passes_over_a_queue_with_an_open_cancel(
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    first, second, third = offer(pool, "q", 3)
+    configure(pool, "q", rotation_period="1 microsecond")
+    rotating = transaction(dsn=own_dsn)
+    assert value(rotating, "select pgque.maint_rotate_tables_step1('q')") == 1
+    cancelling = background(lambda c: cancel(c, "q", first), connect(own_dsn))
+    wait_for_lock(cancelling.pid)
+    rotating.commit()
+    assert cancelling.result() == "pending"
+    canceller = transaction(dsn=own_dsn)
+    assert cancel(canceller, "q", second) == "pending"
+    assert value(pool, "select pgque.maint_rotate_tables_step1('q')") == 0
+    canceller.commit()
+    assert value(pool, "select pgque.maint_rotate_tables_step1('q')") == 1
+    assert ids(work_off(pool, "q")) == [third]
