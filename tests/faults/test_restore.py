@@ -402,6 +402,8 @@ def test_a_pending_key_of_several_streams_and_consumers_is_delivered_to_each_aft
         value(old, "select pgque.send('q', 't', %s::text, key => %s, delay => %s::interval)", *options)
         for options in (("plain", None, None), ("body", "K", None), ("later", None, "1 second"))
     ]
+    gone = value(old, "select pgque.send('q', 'cancelled'::text)")
+    assert value(old, "select pgque.cancel('q', %s)", gone) == "pending"
     tick(old, "q")
     path = tmp_path / "streams.sql"
     run(program("pg_dump", server), "-d", own_dsn, "-f", str(path))

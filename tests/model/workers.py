@@ -278,14 +278,13 @@ class Workers(RuleBasedStateMachine):
             return
         i = known[pick % len(known)]
         found = value(self.conn, "select pgque.cancel(%s, %s)", self.queue, i)
+        state, held, message = "pending", False, ahead[i].message if i in ahead else None
         if i in leases:
             message, held, state = leases[i].held[i], leases[i].until > self.now, "retry"
         elif i in waiting:
             w = waiting[i]
             message, held = w.message, w.token is not None and w.due > self.now
             state = "delayed" if w.delayed else "retry" if w.receives else "pending"
-        else:
-            message, held, state = ahead[i].message, False, "pending"
         assert message is not None
         assert found == ("processing" if held else "expired" if self._expired(message) else state)
         token = leases[i].token if i in leases else waiting[i].token if i in waiting else None
@@ -300,11 +299,9 @@ class Workers(RuleBasedStateMachine):
         stored = [r for r in self.log if r.id == i and r.message]
         if stored:
             stored[0].purged = True
-            self.cancelled[i] = Row(i, self.leaf, 0, None, None)
-            self._commit(self.cancelled[i])
-        assert (
-            value(self.conn, "select pgque.cancel(%s, %s)", self.queue, i) == "cancelled" if stored else True
-        )
+            row = self.cancelled[i] = Row(i, self.leaf, 0, None, None)
+            self._commit(row)
+            assert value(self.conn, "select pgque.cancel(%s, %s)", self.queue, i) == "cancelled"
 
     @rule(count=st.sampled_from([1, 5, 12]), covered=st.sampled_from([True, True, True, False]))
     def offer(self, count: int, covered: bool) -> None:

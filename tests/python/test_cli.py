@@ -254,6 +254,22 @@ def test_dead_letters_are_listed_given_back_and_deleted(
     assert run("dlq", "purge", queue, "--older-than", "0s", "--dsn", dsn) == "0 deleted\n"
 
 
+def test_a_message_is_cancelled(dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick) -> None:
+    client.subscribe(queue, "c")
+    first, second, third = client.send_batch(queue, "t", ["a", "b", "c"])
+    tick(queue)
+    assert run("cancel", queue, str(first), "--yes", "--dsn", dsn) == f"message {first} was pending\n"
+    assert (
+        run("cancel", queue, str(second), "--consumer", "c", "--yes", "--dsn", dsn)
+        == f"message {second} was pending\n"
+    )
+    assert (
+        run("cancel", queue, str(second), "--consumer", "c", "--yes", "--dsn", dsn)
+        == f"message {second} was cancelled\n"
+    )
+    assert [message.msg_id for message in client.receive(queue, "c")] == [third]
+
+
 # -- the ticker ------------------------------------------------------------
 
 

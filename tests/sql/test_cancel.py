@@ -10,6 +10,7 @@ import pytest
 from sql.helpers import (
     Connection,
     ack,
+    configure,
     dead_letters,
     extend,
     figure,
@@ -21,6 +22,7 @@ from sql.helpers import (
     outcome,
     post,
     receive,
+    receive_coop,
     refused,
     rotate,
     row_counts,
@@ -73,6 +75,9 @@ def test_a_pending_message_is_left_out_for_all_and_deliveries_are_ordinary_again
     assert cancel(conn, subscribed, sent[2]) == "pending"
     assert cancel(conn, subscribed, sent[2]) == "cancelled"
     refused("PQ010", status, conn, subscribed, sent[2])
+    for consumer in ("c", None):
+        peeked = rows(conn, "select p.msg_id from pgque.peek(%s, 100, %s) as p", subscribed, consumer)
+        assert [p[0] for p in peeked][-4:] == sent[:2] + sent[3:]
     tick(conn, subscribed)
     assert all_of(conn, subscribed, worker, count=2) == sent[:2] + sent[3:]
     assert all_of(conn, subscribed, worker, "b")[1:] == sent[:2] + sent[3:]
@@ -240,6 +245,43 @@ def test_a_cancelled_message_is_not_given_up_with_what_a_slow_consumer_missed(po
     assert list(dead_letters(pool, "q")) == [second]
 
 
+def test_the_next_message_of_a_key_does_not_wait_for_a_cancelled_one(
+    conn: Connection, subscribed: str
+) -> None:
+    value(conn, "select pgque.subscribe(%s, 'ordered', keyed_order => true)", subscribed)
+    sent = [post(conn, subscribed, partition_key="p") for _ in range(4)]
+    tick(conn, subscribed)
+    for msg_id, state in ((sent[0], "processing"), (sent[2], "pending")):
+        (message,) = take(conn, subscribed, consumer="ordered")
+        assert cancel(conn, subscribed, msg_id, "ordered") == state
+        assert ack(conn, message.batch_id) == (message.msg_id != msg_id)
+    assert message.msg_id == sent[1]
+    assert ids(work_off(conn, subscribed, consumer="ordered")) == [sent[3]]
+
+
+def test_a_subconsumer_keeps_its_batch_without_the_message(conn: Connection, subscribed: str) -> None:
+    value(conn, "select pgque.subscribe_subconsumer(%s, 'coop', 's')", subscribed)
+    sent = offer(conn, subscribed, 3)
+    batch = receive_coop(conn, subscribed, "s", consumer="coop")
+    assert ids(batch) == sent
+    assert cancel(conn, subscribed, sent[0], "coop") == "processing"
+    assert ids(receive_coop(conn, subscribed, "s", consumer="coop")) == sent[1:]
+    assert ack(conn, batch[0].batch_id) == 1
+
+
+def test_a_retry_that_the_pump_moved_into_the_log_is_left_out(pool: Connection) -> None:
+    """Consumers that never received, or are read by offsets, get their retries from the log."""
+    (first,) = offer(pool, "q")
+    batch = value(pool, "select pgque.next_batch('q', 'c')")
+    value(pool, "select pgque.event_retry(%s, %s, 0)", batch, first)
+    value(pool, "select pgque.finish_batch(%s)", batch)
+    value(pool, "select pgque.open_stream('q', 'c')")
+    settle(pool, "q")
+    assert status(pool, "q", first) == {"c": "retry"}
+    assert cancel(pool, "q", first) == "retry"
+    assert receive(pool, "q") == []
+
+
 def test_states_of_messages_that_nobody_will_get(conn: Connection, subscribed: str) -> None:
     done, dead = offer(conn, subscribed, 2)
     batch = take(conn, subscribed)[0].batch_id
@@ -336,8 +378,7 @@ def test_a_cancel_waits_for_a_delivery(
         assert all_of(pool, "q", worker) == [second]
 
 
-@pytest.mark.parametrize("worker", [None, "w"])
-@pytest.mark.parametrize("how", ["receive", "next_batch"])
+@pytest.mark.parametrize(("how", "worker"), [("receive", None), ("receive", "w"), ("next_batch", None)])
 def test_a_delivery_that_waits_for_a_cancel_leaves_the_message_out(
     pool: Connection,
     own_dsn: str,
@@ -348,8 +389,6 @@ def test_a_delivery_that_waits_for_a_cancel_leaves_the_message_out(
     worker: str | None,
     how: str,
 ) -> None:
-    if how == "next_batch" and worker is not None:
-        pytest.skip("next_batch() has no worker")
     offer(pool, "q")
     all_of(pool, "q", worker)
     first, second = offer(pool, "q", 2)
@@ -492,3 +531,27 @@ def test_a_cancel_waits_for_a_tick_that_does_not_show_the_message(
     assert all_of(pool, "q", "w") == []
     forced_tick(pool, "q")
     assert all_of(pool, "q", "w") == []
+
+
+def test_a_cancel_waits_for_a_rotation_and_a_rotation_passes_over_a_queue_with_an_open_cancel(
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    first, second, third = offer(pool, "q", 3)
+    configure(pool, "q", rotation_period="1 microsecond")
+    rotating = transaction(dsn=own_dsn)
+    assert value(rotating, "select pgque.maint_rotate_tables_step1('q')") == 1
+    cancelling = background(lambda c: cancel(c, "q", first), connect(own_dsn))
+    wait_for_lock(cancelling.pid)
+    rotating.commit()
+    assert cancelling.result() == "pending"
+    canceller = transaction(dsn=own_dsn)
+    assert cancel(canceller, "q", second) == "pending"
+    assert value(pool, "select pgque.maint_rotate_tables_step1('q')") == 0
+    canceller.commit()
+    assert value(pool, "select pgque.maint_rotate_tables_step1('q')") == 1
+    assert ids(work_off(pool, "q")) == [third]

@@ -224,7 +224,8 @@ class BatchInfo:
 class Outcome:
     """Report for one message id if its outcome counts; if `ok` is False, `reason` has the cause.
 
-    Reasons are "not in this batch", "settled already", "lost to another worker" and "batch not open".
+    Reasons are "not in this batch", "settled already", "cancelled", "lost to another worker" and "batch not
+    open".
     """
 
     msg_id: int

@@ -1037,5 +1037,5 @@ comment on type pgque.outcome is 'Outcome of one message of a call for several.'
 comment on column pgque.outcome.msg_id is 'Id of the message.';
 comment on column pgque.outcome.ok is 'Whether this call had the effect on the message.';
 comment on column pgque.outcome.reason is
-  'Why not, if not: not in this batch, settled already, batch not open, lost to another worker. For dead() by queue: not found behind the '
+  'Why not, if not: not in this batch, settled already, cancelled, batch not open, lost to another worker. For dead() by queue: not found behind the '
   'position, dead already.';

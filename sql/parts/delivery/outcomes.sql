@@ -336,7 +336,7 @@ end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
   'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this '
-  'batch, settled already, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole batch returns '
+  'batch, settled already, cancelled, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole batch returns '
   '0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are kept in the '
   'archive.';
 

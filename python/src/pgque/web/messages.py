@@ -125,8 +125,8 @@ def ask_cancel(page: Page) -> Response:
         queue=name,
         title=f"Cancel message {number}?",
         facts=states,
-        text="It is not delivered any more, to no consumer. If a worker has it, its handler runs on, and the outcome"
-        " does not count. Streams and others who read by offsets still see it. This cannot be undone.",
+        text="It is not delivered to any consumer any more. If a worker has it, its handler runs on, and the"
+        " outcome does not count. Streams and others who read by offsets still see it. It cannot be undone.",
         action="/message/cancel",
         fields=[("queue", name), ("id", number)],
         button="Cancel the message",
