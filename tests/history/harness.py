@@ -49,6 +49,7 @@ def crew(narrow: bool) -> list[Actor]:
         *[(actors.work, f"t{n}", ("pool_once", LOG)) for n in range(2)],
         *[(actors.work, f"x{n}", ("pool_keys", KEYED)) for n in range(2)],
         *[(actors.work, f"l{n}", ("lanes", KEYED)) for n in range(3)],
+        *[(actors.work, f"d{n}", ("pairs", KEYED)) for n in range(2)],
         (actors.requeue, "requeue_1", ()),
         (actors.requeue, "requeue_2", ()),
         (actors.look, "look", ()),
@@ -75,14 +76,13 @@ def set_up(h: History, script: str, narrow: bool) -> None:
         if not narrow:
             wanted = {
                 LOG: [*wanted[LOG], "pool", "pool_once"],
-                KEYED: ["plain_keys", "pool_keys", "lanes"],
+                KEYED: ["plain_keys", "pool_keys", "lanes", "pairs"],
                 OTHER: ["c"],
             }
         for queue, names in wanted.items():
             for consumer in names:
-                rows(
-                    conn, "select pgque.subscribe(%s, %s, 'latest', %s)", queue, consumer, consumer == "lanes"
-                )
+                limit = {"lanes": 1, "pairs": 2}.get(consumer)
+                rows(conn, "select pgque.subscribe(%s, %s, key_concurrency => %s)", queue, consumer, limit)
                 if queue != OTHER:
                     h.since[consumer] = 0
         for worker in range(3):

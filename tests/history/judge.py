@@ -16,8 +16,8 @@ ASYNC_LOSS = 2.0  # seconds before a crash in which a commit that did not wait f
 ORDERED = ("plain_fast", "plain_slow", "plain_late", "plain_keys", "retries")
 WHOLE = ("plain_fast", "plain_slow", "plain_late")  # their batches come again as they were
 KEPT = ("once", "retries", "coop", "pool_once")  # they write into the table results
-POOLS = ("pool", "pool_once", "pool_keys", "lanes")
-OF_KEYED = ("plain_keys", "pool_keys", "lanes")
+POOLS = ("pool", "pool_once", "pool_keys", "lanes", "pairs")
+OF_KEYED = ("plain_keys", "pool_keys", "lanes", "pairs")
 
 DEAD = "select c.co_name, d.ev_id, d.ev_data from pgque.dead_letter d join pgque.consumer c on c.co_id = d.dl_consumer_id"
 WAITING = "from pgque.retry_queue r join pgque.queue q on q.queue_id = r.ev_queue where q.queue_name in ('history', 'keys')"
@@ -106,6 +106,7 @@ class Judge:
             yield from self.contents(name)
         yield from self.order("lanes", lambda s: s.lane if s.due is None and s.key is None else None)
         yield from self.lanes("lanes")
+        yield from self.crowds("pairs", 2)
 
     def prepare(self) -> None:
         """Sort out what is certain: deliveries that were committed, and not lost in a crash."""
@@ -334,6 +335,28 @@ class Judge:
                 elif self.alive(other, d.call.end) and not any(o.batch == other.batch for o in said):
                     yield f"{name}: {d.payload} and {other.payload} of key {lane} are out at once: {told(other, d)}"
                     return
+            out[lane][d.id] = d
+
+    def crowds(self, name: str, limit: int) -> Iterator[str]:
+        """key_concurrency: so many messages of a key are leased at a time."""
+        out: dict[str, dict[int, Delivery]] = defaultdict(dict)  # by key
+        for d in self.firm[name]:
+            lane = self.h.sent[d.payload].lane
+            if lane is None:
+                continue
+            others = [
+                o
+                for o in out[lane].values()
+                if o.id != d.id and (o.call is d.call or o.call.end < d.call.begin)
+            ]
+            for other in list(others):
+                said = [o for o in self.said[name][other.id] if o.said and o.call.begin < d.call.end]
+                done = other.id in self.dead[name] | self.again[name]
+                if done or not self.alive(other, d.call.end) or any(o.batch == other.batch for o in said):
+                    others.remove(other)
+            if len(others) >= limit:
+                yield f"{name}: too many messages of key {lane} are out at once: {told(*others, d)}"
+                return
             out[lane][d.id] = d
 
     def bodies(self) -> Iterator[str]:

@@ -109,6 +109,10 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             ("v_order or h.ev_retry_after <= p_now", "h.ev_retry_after <= p_now"),
         ],
     ),
+    "any number of messages of a key is leased": (
+        "too many messages of key|overtook|are out at once",
+        [("order by p.ev_id) > p_sub.sub_key_concurrency then", "order by p.ev_id) > 100 then")],
+    ),
     "a dead letter stays when it is requeued": (
         "requeued twice",
         [

@@ -94,9 +94,10 @@ def test_what_was_held_back_goes_before_newer_messages_of_its_key(two: Connectio
 
 
 def test_a_retry_that_is_not_due_does_not_block_its_key(two: Connection) -> None:
-    sent = line_up(two, "aaaa")
+    sent = line_up(two, "aa")
     batch = take(two, "q", "w1")
     assert len(nack_ids(two, batch[0].batch_id, ids(batch), "1 hour")) == 2
+    sent += line_up(two, "aa")
     later = take(two, "q", "w2", timeout="1 day")
     assert ids(later) == sent[2:]
     move_clock(two, "2 hours")
@@ -175,9 +176,10 @@ def test_it_begins_and_ends_while_messages_are_out(own: Connection, ordinary: st
     value(own, f"select set_config('pgque.ordinary', '{ordinary}', false)")
     value(own, "select pgque.create_queue('q'), pgque.subscribe('q', 'c')")
     sent = line_up(own, "aabb.")
-    first = take(own, "q", "w1", timeout="1 day")  # without lanes
-    assert ids(first) == sent
-    nack_ids(own, first[0].batch_id, sent[2:3], "1 minute")
+    first = take(own, "q", "w1", 2, timeout="1 day")
+    other = take(own, "q", "w2", timeout="1 day")
+    assert ids(first + other) == sent
+    nack_ids(own, other[0].batch_id, sent[2:3], "1 minute")
     assert value(own, SET, 2) == 1
     line_up(own, "aab")
     second = take(own, "q", "w2", timeout="1 day")

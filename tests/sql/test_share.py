@@ -109,7 +109,7 @@ def test_subconsumers_and_keyed_order_keep_their_consumer(conn: Connection, queu
     for call in (SHARE, UNSHARE):
         assert "subconsumers" in str(refused("PQ006", value, conn, call, queue, "group"))
     value(conn, "select pgque.subscribe(%s, 'ordered', keyed_order => true)", queue)
-    assert "keyed order" in str(refused("PQ006", value, conn, UNSHARE, queue, "ordered"))
+    assert "key_concurrency 1" in str(refused("PQ006", value, conn, UNSHARE, queue, "ordered"))
     refused("PQ011", value, conn, SHARE, queue, "nobody")
 
 
