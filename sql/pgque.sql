@@ -2760,7 +2760,7 @@ comment on function pgque.send(text, text, text, jsonb, text, interval, timestam
   'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: if a message with this key is '
   'pending (delivered to no consumer yet), its body and headers are replaced, and its id is returned. delay (from now) or deliver_at: the message '
   'is not delivered earlier. ttl: the message is not delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay '
-  'and ttl are at most 100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; '
+  'and ttl are at most 100 years. partition_key: kept in extra1, and the key that key_concurrency counts, for a message without key. Errors: PQ001 no such queue; '
   'PQ003 the queue is full; PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a '
   'change to the key.';
 
