@@ -427,6 +427,40 @@ def test_what_became_of_batches_before_and_during_an_upgrade_counts_after_it(
 
 
 @pytest.mark.parametrize("version", EARLIER)
+def test_keyed_order_is_kept_and_key_concurrency_counts_what_an_earlier_version_delivered(
+    version: str, fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, version)
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q'), pgque.subscribe('q', 'c', keyed_order => true)")
+    subscribe(own, "q", "pool")
+    own.execute("create view public.workers as select * from pgque.list_workers()")
+    value(
+        own,
+        "select pgque.send_batch('q', 't', %s::text[], partition_keys => %s::text[])",
+        ["a"] * 5,
+        ["a"] * 5,
+    )
+    tick(own, "q")
+    ordered = take(own, "q", "w", 10, "1 day")
+    batches = [take(own, "q", f"w{n}", n, "1 day", "pool") for n in (1, 2)]
+    assert [len(batch) for batch in (ordered, *batches)] == [1, 1, 2]
+    nack_ids(own, batches[1][0].batch_id, ids(batches[1])[:1], "0")
+    upgrade(fresh_dsn, version)
+    assert take(own, "q", "w2") == []
+    assert value(own, "select pgque.set_key_concurrency('q', 'pool', 2)") == 1
+    assert (
+        take(own, "q", "w3", consumer="pool") == []
+    )  # two are leased, one is to be tried again, two are new
+    assert value(own, "select pgque.set_key_concurrency('q', 'c', 3)") == 1
+    assert len(take(own, "q", "w2")) == 2
+    assert ack(own, batches[0][0].batch_id) == 1
+    assert ids(take(own, "q", "w3", consumer="pool")) == ids(batches[1])[:1]
+    assert column(own, "select waiting from pgque.list_workers('q', 'pool')") == [2, 2]
+    own.execute("drop view public.workers")
+
+
+@pytest.mark.parametrize("version", EARLIER)
 def test_an_upgrade_marks_queues_and_takes_none_for_restored(
     version: str, fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:

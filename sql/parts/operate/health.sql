@@ -476,7 +476,7 @@ end
 $$;
 
 -- The owner's index finds those that are due (hence + 0): a queue may have many others.
-create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], p_subs pgque.subscriber[], out status text, out detail text, out advice text)
+create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], p_subs pgque.subscriber[] default '{}', out status text, out detail text, out advice text)
 language plpgsql as $$
 declare
   v_now   timestamptz := pgque.clock();
