@@ -174,11 +174,14 @@ $$;
 -- Returns how many dead letters of a queue stay, the time of the newest of them, and how
 -- many have waited to be forwarded for a minute.  Younger ones are on their way.
 create or replace function pgque._dead_letters_of(p_queue_id int, out stay bigint, out newest timestamptz, out waiting bigint)
-language sql as $$
+language plpgsql as $$
+begin
   select count(*) filter (where d.dl_forward is null), max(d.dl_time) filter (where d.dl_forward is null),
     count(*) filter (where d.dl_forward is not null and d.dl_time < pgque.clock() - interval '1 minute')
+  into stay, newest, waiting
   from pgque.dead_letter d
-  where d.dl_queue_id = p_queue_id
+  where d.dl_queue_id = p_queue_id;
+end
 $$;
 
 -- Returns the metrics of one queue.
