@@ -510,6 +510,29 @@ def test_a_consumer_that_subscribes_while_a_message_is_cancelled_does_not_get_it
     assert all_of(pool, "q", "w", "late") == [second]
 
 
+@pytest.mark.parametrize("call", ["subscribe", "receive"])
+def test_a_transaction_whose_snapshot_is_older_than_the_cancel_does_not_get_the_message(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], call: str
+) -> None:
+    offer(conn, subscribed)
+    all_of(conn, subscribed, None)
+    first, second = offer(conn, subscribed, 2)
+    old = transaction("repeatable read")
+    forced_tick(conn, subscribed)
+    forced_tick(conn, subscribed)
+    third, fourth = send_many(conn, subscribed, 2)
+    for msg_id in (first, third):
+        assert cancel(conn, subscribed, msg_id) == "pending"
+    tick(conn, subscribed)
+    if call == "receive":
+        refused("40001", receive, old, subscribed)
+        assert all_of(conn, subscribed, None) == [second, fourth]
+    else:
+        assert value(old, "select pgque.subscribe(%s, 'late', 'earliest')", subscribed) == 1
+        old.commit()
+        assert all_of(conn, subscribed, None, "late", count=1)[1:] == [second, fourth]
+
+
 def test_a_cancel_waits_for_a_tick_that_does_not_show_the_message(
     pool: Connection,
     own_dsn: str,

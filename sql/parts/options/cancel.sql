@@ -52,7 +52,14 @@ language sql as $$
 $$;
 
 -- Returns a tick id that is above those of all ticks that do not show what is committed
--- now.  A ticker that has taken its snapshot may store one more: this waits for it.
+-- now.  A ticker that has taken its snapshot may store one more: this waits for it.  The
+-- sequence has the newest tick, also for a snapshot that does not show it (see _store_tick).
+--
+--   session 1: a ticker takes its snapshot
+--   session 2: sends message 5 and commits
+--   session 3: cancels message 5, while tick 8 is the newest
+--   result:    session 1 stores tick 9, which does not show message 5: a consumer that
+--              stands there still has it ahead
 create or replace function pgque._tick_after_now(p_queue_id int) returns bigint
 language plpgsql as $$
 begin
@@ -63,7 +70,7 @@ begin
     when sqlstate 'PQ099' then
       null;
   end;
-  return (select (pgque._last_tick(q)).tick_id + 1 from pgque.queue q where q.queue_id = p_queue_id);
+  return (select pg_catalog.pg_sequence_last_value(q.queue_tick_seq) + 1 from pgque.queue q where q.queue_id = p_queue_id);
 end
 $$;
 
