@@ -7595,7 +7595,14 @@ language sql as $$
 $$;
 
 -- Returns a tick id that is above those of all ticks that do not show what is committed
--- now.  A ticker that has taken its snapshot may store one more: this waits for it.
+-- now.  A ticker that has taken its snapshot may store one more: this waits for it.  The
+-- sequence has the newest tick, also for a snapshot that does not show it (see _store_tick).
+--
+--   session 1: a ticker takes its snapshot
+--   session 2: sends message 5 and commits
+--   session 3: cancels message 5, while tick 8 is the newest
+--   result:    session 1 stores tick 9, which does not show message 5: a consumer that
+--              stands there still has it ahead
 create or replace function pgque._tick_after_now(p_queue_id int) returns bigint
 language plpgsql as $$
 begin
@@ -7606,7 +7613,7 @@ begin
     when sqlstate 'PQ099' then
       null;
   end;
-  return (select (pgque._last_tick(q)).tick_id + 1 from pgque.queue q where q.queue_id = p_queue_id);
+  return (select pg_catalog.pg_sequence_last_value(q.queue_tick_seq) + 1 from pgque.queue q where q.queue_id = p_queue_id);
 end
 $$;
 
@@ -14722,11 +14729,14 @@ $$;
 -- Returns how many dead letters of a queue stay, the time of the newest of them, and how
 -- many have waited to be forwarded for a minute.  Younger ones are on their way.
 create or replace function pgque._dead_letters_of(p_queue_id int, out stay bigint, out newest timestamptz, out waiting bigint)
-language sql as $$
+language plpgsql as $$
+begin
   select count(*) filter (where d.dl_forward is null), max(d.dl_time) filter (where d.dl_forward is null),
     count(*) filter (where d.dl_forward is not null and d.dl_time < pgque.clock() - interval '1 minute')
+  into stay, newest, waiting
   from pgque.dead_letter d
-  where d.dl_queue_id = p_queue_id
+  where d.dl_queue_id = p_queue_id;
+end
 $$;
 
 -- Returns the metrics of one queue.
@@ -15024,7 +15034,7 @@ end
 $$;
 
 -- The owner's index finds those that are due (hence + 0): a queue may have many others.
-create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], p_subs pgque.subscriber[], out status text, out detail text, out advice text)
+create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], p_subs pgque.subscriber[] default '{}', out status text, out detail text, out advice text)
 language plpgsql as $$
 declare
   v_now   timestamptz := pgque.clock();
