@@ -335,7 +335,7 @@ class Workers(RuleBasedStateMachine):
         assert value(self.conn, "select pgque.maint_retry_events()") >= len(due)
         self.waiting = [w for w in self.waiting if w not in due]
         if due:
-            self.last_id += 1  # which shows the loop that something came
+            self.last_id += len(due)  # which shows the loop that something came
             self._commit(*[self._row(w.message) for w in due])
 
     def _tick(self) -> None:
