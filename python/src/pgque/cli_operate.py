@@ -272,7 +272,7 @@ def share(dsn: str, queue: str, consumer: str) -> None:
 @click.argument("limit", metavar="LIMIT|none")
 def key_concurrency(dsn: str, queue: str, consumer: str, limit: str) -> None:
     """Set how many messages of one key the workers of a consumer have at a time."""
-    most = None if limit == "none" else click.IntRange(min=1).convert(limit, None, None)
+    most = None if limit == "none" else click.IntRange(min=1)(limit)
     with connect(dsn) as client:
         new = client.set_key_concurrency(queue, consumer, most)
     echo(f"consumer {consumer} of queue {queue} has key_concurrency {limit} " + ("now" if new else "already"))
