@@ -171,10 +171,14 @@ def test_it_is_lowered_while_messages_are_out(own: Connection) -> None:
     assert ids(work_off(own, "q", "w2")) == sent[2:]
 
 
-@pytest.mark.parametrize("ordinary", ["on", "off"])
-def test_it_begins_and_ends_while_messages_are_out(own: Connection, ordinary: str) -> None:
-    value(own, f"select set_config('pgque.ordinary', '{ordinary}', false)")
-    value(own, "select pgque.create_queue('q'), pgque.subscribe('q', 'c')")
+@pytest.mark.parametrize("delivery", ["ordinary", "general", "chosen"])
+def test_it_begins_and_ends_while_messages_are_out(own: Connection, delivery: str) -> None:
+    value(own, "select set_config('pgque.ordinary', %s, false)", "off" if delivery == "general" else "on")
+    value(own, "select pgque.create_queue('q')")
+    if delivery == "chosen":  # because the queue has had a message with a ttl
+        value(own, "select pgque.send('q', 't', 'before'::text, ttl => '1 hour')")
+        tick(own, "q")
+    value(own, "select pgque.subscribe('q', 'c')")
     sent = line_up(own, "aabb.")
     first = take(own, "q", "w1", 2, timeout="1 day")
     other = take(own, "q", "w2", timeout="1 day")
