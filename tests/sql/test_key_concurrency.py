@@ -15,6 +15,7 @@ from sql.helpers import (
     ack,
     column,
     configure,
+    extend,
     ids,
     move_clock,
     nack,
@@ -125,6 +126,21 @@ def test_redeliveries_count_like_first_deliveries(two: Connection, how: str) -> 
     for message in held:
         outcome(two, "ack", message.batch_id, [message.msg_id])
     assert len(work_off(two, "q", "w")) == 4
+
+
+def test_a_lease_that_expired_is_not_extended_once_others_have_the_places_of_its_key(two: Connection) -> None:
+    sent = line_up(two, "aaa")
+    first = take(two, "q", "w1", 1, "10 minutes")
+    assert ids(take(two, "q", "w2", 1, "10 minutes")) == sent[1:2]
+    nack_ids(two, first[0].batch_id, sent[:1], "5 minutes")
+    later = take(two, "q", "w2", 3, "10 minutes")
+    assert ids(later) == sent[2:3]
+    move_clock(two, "11 minutes")
+    settle(two, "q")
+    assert ids(take(two, "q", "w3", 1)) == sent[1:2]
+    assert extend(two, later[0].batch_id, "0 seconds") == 1  # one place is free
+    assert ids(take(two, "q", "w3", 1)) == sent[:1]
+    assert extend(two, later[0].batch_id, "1 hour") == 0
 
 
 def test_a_dead_message_frees_its_place(two: Connection) -> None:
