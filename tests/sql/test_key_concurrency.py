@@ -15,6 +15,7 @@ from sql.helpers import (
     ack,
     column,
     configure,
+    extend,
     ids,
     move_clock,
     nack,
@@ -127,6 +128,21 @@ def test_redeliveries_count_like_first_deliveries(two: Connection, how: str) -> 
     assert len(work_off(two, "q", "w")) == 4
 
 
+def test_a_lease_that_expired_is_not_extended_once_others_have_the_places_of_its_key(two: Connection) -> None:
+    sent = line_up(two, "aaa")
+    first = take(two, "q", "w1", 1, "10 minutes")
+    assert ids(take(two, "q", "w2", 1, "10 minutes")) == sent[1:2]
+    nack_ids(two, first[0].batch_id, sent[:1], "5 minutes")
+    later = take(two, "q", "w2", 3, "10 minutes")
+    assert ids(later) == sent[2:3]
+    move_clock(two, "11 minutes")
+    settle(two, "q")
+    assert ids(take(two, "q", "w3", 1)) == sent[1:2]
+    assert extend(two, later[0].batch_id, "0 seconds") == 1  # one place is free
+    assert ids(take(two, "q", "w3", 1)) == sent[:1]
+    assert extend(two, later[0].batch_id, "1 hour") == 0
+
+
 def test_a_dead_message_frees_its_place(two: Connection) -> None:
     sent = line_up(two, "aaa")
     batch = take(two, "q", "w1")
@@ -171,10 +187,14 @@ def test_it_is_lowered_while_messages_are_out(own: Connection) -> None:
     assert ids(work_off(own, "q", "w2")) == sent[2:]
 
 
-@pytest.mark.parametrize("ordinary", ["on", "off"])
-def test_it_begins_and_ends_while_messages_are_out(own: Connection, ordinary: str) -> None:
-    value(own, f"select set_config('pgque.ordinary', '{ordinary}', false)")
-    value(own, "select pgque.create_queue('q'), pgque.subscribe('q', 'c')")
+@pytest.mark.parametrize("delivery", ["ordinary", "general", "chosen"])
+def test_it_begins_and_ends_while_messages_are_out(own: Connection, delivery: str) -> None:
+    value(own, "select set_config('pgque.ordinary', %s, false)", "off" if delivery == "general" else "on")
+    value(own, "select pgque.create_queue('q')")
+    if delivery == "chosen":  # because the queue has had a message with a ttl
+        value(own, "select pgque.send('q', 't', 'before'::text, ttl => '1 hour')")
+        tick(own, "q")
+    value(own, "select pgque.subscribe('q', 'c')")
     sent = line_up(own, "aabb.")
     first = take(own, "q", "w1", 2, timeout="1 day")
     other = take(own, "q", "w2", timeout="1 day")

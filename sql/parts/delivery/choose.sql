@@ -122,7 +122,7 @@ begin
   end loop;
   pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
   pos.pos_done_count := v_found.looked;
-  pos.pos_keys := coalesce(v_found.lanes, '{}');
+  pos.pos_keys := case when p_sub.sub_keyed then coalesce(v_found.lanes, '{}') end;   -- null: not known
   ids := v_found.good;
   if v_found.aside is not null then
     execute pg_catalog.format(

@@ -62,13 +62,17 @@ declare
   v_now    timestamptz := pgque.clock();
   v_state  record;
   v_until  timestamptz;
+  v_full   bigint[];
   v_held   int;
 begin
   perform pgque._lock_batch(v_sub, p_batch) where v_sub.sub_id is not null;
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
+  if v_sub.sub_keyed then
+    v_full := pgque._without_room(v_sub, p_batch, v_now);
+  end if;
   with found as materialized (
     select e.ctid from pgque.retry_queue e
-    where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
+    where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (e.ev_id = any (v_full)) is not true
     order by e.ev_id
     for update skip locked
   )

@@ -113,7 +113,7 @@ begin
   end loop;
   perform pgque._count(p_queue.queue_id, h.id, 'cancelled', 1) from (select distinct pg_catalog.unnest(v_had)) h (id);
   v_event := pgque._event_in_log(p_queue, p_id);
-  if v_event.ev_id is null or p_one is not null and pg_catalog.cardinality(v_had) = 0 then
+  if v_event.ev_id is null then
     return pg_catalog.cardinality(v_had) > 0;
   end if;
   perform pgque._note_once(p_queue.queue_id, 'cancelled');

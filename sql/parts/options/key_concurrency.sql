@@ -43,6 +43,36 @@ begin
 end
 $$;
 
+-- Returns the messages of a batch in the retry queue whose lease expired, and whose lane has
+-- as many leased without them as it may have: their lease cannot begin again.  No other
+-- message of the consumer is leased until the transaction ends.
+--
+--   worker 1: has message 2, and its lease expires
+--   worker 2: receives message 1 of the same key
+--   worker 1: extends its lease: message 2 would be leased beside message 1
+create or replace function pgque._without_room(p_sub pgque.subscriber, p_batch bigint, p_now timestamptz) returns bigint[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  if not exists (
+    select from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch and r.ev_retry_after <= p_now and r.ev_lane is not null)
+  then
+    return null;
+  end if;
+  perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
+  return array(
+    select r.ev_id
+    from (
+      select r.ev_id, r.ev_lane, pg_catalog.row_number() over (partition by r.ev_lane order by r.ev_id) as place
+      from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch and r.ev_retry_after <= p_now and r.ev_lane is not null
+    ) r
+    left join (select l.lane, count(*) as n from pgque._leased_lanes(p_sub) l group by 1) l on l.lane = r.ev_lane
+    -- An old snapshot may not show what is leased.
+    where pgque._old_snapshot() or r.place + coalesce(l.n, 0) > p_sub.sub_key_concurrency);
+end
+$$;
+
 -- With key_concurrency: returns the first messages of each lane in the retry queue that are
 -- due, as many as may be leased beside those that are.  First it chooses from the next 1000
 -- messages that are due.  If these do not suffice, because most wait for a few busy lanes, it
