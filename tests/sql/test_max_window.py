@@ -359,6 +359,17 @@ def test_bodies_of_one_key_are_not_cut(conn: Connection, queue: str) -> None:
     assert len({number for piece in found for number in piece}) == sum(len(set(piece)) for piece in found)
 
 
+def test_the_newest_body_of_a_key_is_read_last(conn: Connection, queue: str) -> None:
+    value(conn, "select pgque.subscribe(%s, 'c')", queue)
+    start = forced_tick(conn, queue)
+    for number in range(30):
+        post(conn, queue, str(number), key="k")
+        send_many(conn, queue, 10)
+    end = forced_tick(conn, queue)
+    bodies = "select ev_data from pgque.read_window(%s, %s, %s) where ev_key = 'k'"
+    assert column(conn, bodies, queue, start, end) == [str(number) for number in range(30)]
+
+
 def test_a_rest_without_the_tick_that_ends_it_is_refused(conn: Connection, queue: str) -> None:
     start = forced_tick(conn, queue)
     sent = offer(conn, queue, 5)

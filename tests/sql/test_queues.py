@@ -325,6 +325,51 @@ def test_a_drop_and_tight_loops_that_receive_do_not_deadlock(
         assert {job.result() for job in jobs} <= {"PQ001", "PQ011"}
 
 
+@pytest.mark.parametrize("call", ["cancel('q', 1)", "purge('q')"])
+def test_who_locks_the_queue_and_its_consumers_waits_for_a_drop(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    call: str,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    number = value(own, "select queue_id from pgque.queue where queue_name = 'q'")
+    subscribe(own, "q")
+    send(own, "q")
+    tick(own, "q")
+    user = connect(own_dsn, autocommit=False)
+    receive(user, "q")
+    # Once: drop_queue() would let the others pass after a while.
+    dropper = background(lambda c: rows(c, "select pgque._drop_queue(%s, 'q', true)", number), connect(own_dsn))
+    wait_for_lock(dropper.pid)
+    other = background(lambda c: refused("PQ001", value, c, f"select pgque.{call}"), connect(own_dsn))
+    wait_for_lock(other.pid)
+    user.commit()
+    dropper.result()
+    other.result()
+
+
+def test_a_list_of_messages_that_waits_for_a_drop_finds_no_queue(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send(own, "q")
+    tick(own, "q")
+    dropper = connect(own_dsn, autocommit=False)
+    assert value(dropper, "select pgque.drop_queue('q', true)") == 1
+    reader = background(lambda c: refused("PQ001", rows, c, "select pgque.list_messages('q')"), connect(own_dsn))
+    wait_for_lock(reader.pid)
+    dropper.commit()
+    reader.result()
+
+
 def test_two_who_use_what_the_other_drops_see_a_deadlock_and_one_goes_on(
     own: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., object]
 ) -> None:

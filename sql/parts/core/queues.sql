@@ -610,8 +610,9 @@ begin
 end
 $$;
 
--- Drops a queue.  It locks the queue's consumers, then its tables, as deliveries do, and
--- the queue's row last, because readers and writers of the tables lock that row later.
+-- Drops a queue.  It locks the queue's row against purge(), cancel() and the like, then the
+-- consumers and the tables, as deliveries do.  Writers of the tables lock the row last
+-- (_need_queue), so the lock that waits for them is the last one.
 create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
 language plpgsql as $$
 declare
@@ -619,6 +620,7 @@ declare
   v_leaves  text := (select pg_catalog.string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is not null);
   v_leaf    text;
 begin
+  perform from pgque.queue q where q.queue_id = p_queue_id for no key update;
   perform from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for update;
   if v_leaves is not null then
     execute pg_catalog.format('lock table %s in access exclusive mode', v_leaves);

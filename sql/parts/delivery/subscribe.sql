@@ -89,6 +89,7 @@ begin
   if v_tick.tick_id is not null then
     return v_tick;
   end if;
+  perform pgque._no_queue(p_queue.queue_name) where not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id);   -- it was dropped meanwhile
   perform pgque._fail('PQ005', pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
     'Start at latest, earliest, the id of a stored tick, or a timestamp.');
 exception

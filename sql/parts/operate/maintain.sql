@@ -546,6 +546,7 @@ begin
   -- Calls that move a consumer to a stored tick wait here; those with an older snapshot get
   -- 40001, since the row changes.
   update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
+  perform pgque._no_queue(v_queue.queue_name) where not found;
   perform pgque._lock_consumers(v_queue.queue_id);
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);

@@ -598,6 +598,10 @@ begin
       where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
     using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
+exception
+  when others then
+    perform pgque._no_queue(p_queue.queue_name) where not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id);   -- it was dropped meanwhile
+    raise;
 end
 $$;
 

@@ -151,7 +151,14 @@ begin
   perform pgque._need_read_committed('cancel()');
   perform pgque._no_message(v_queue, $2) where ($2 > 0) is not true;
   perform pgque._rebase(v_queue.queue_id);
-  v_keys := array_remove((pgque._event_in_log(v_queue, $2)).ev_key || array(select m.key from pgque._messages(v_queue, $2, 100) m), null);
+  -- Undone, because it locks tables that are locked after the consumers.
+  begin
+    v_keys := array_remove((pgque._event_in_log(v_queue, $2)).ev_key || array(select m.key from pgque._messages(v_queue, $2, 100) m), null);
+    perform pgque._undo_block();
+  exception
+    when sqlstate 'PQ099' then
+      null;
+  end;
   perform pgque._lock_keys(v_queue.queue_id, v_keys) where cardinality(v_keys) > 0;
   -- A consumer that subscribes waits for this lock, and rotation leaves the queue alone.
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for no key update;

@@ -262,7 +262,8 @@ begin
     || pgque._row_condition(p_queue, p_consumer, p_after, p_upto)
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
     || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
-  return pg_catalog.format('select %s from (%s) e order by e.ev_id', pgque._event_columns(),
+  -- The bodies of a key have one id: the newest comes last, and then a retry.
+  return pg_catalog.format('select %s from (%s) e order by e.ev_id, coalesce(e.ev_owner, 0) > 0, coalesce(e.ev_retry, 0)', pgque._event_columns(),
     pgque._rows_of_window_sql(v_queue.queue_id, pgque._part_of_window(v_from, v_to, p_after, p_upto), v_cond));
 end
 $$;
