@@ -188,7 +188,7 @@ comment on function pgque.cancel(text, bigint, text, pgque.caller) is
   'applies), else cancelled (before), or done if no consumer has it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
   'this message ends: extend() counts one less, and the worker''s outcome for it has the reason cancelled. '
   'Streams and others who read by offsets still see it. Errors: PQ001 no such queue; PQ005 consumer_name is set and the message is delayed; PQ010 no such message; '
-  'PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 an open transaction of a worker holds a batch of the queue.';
+  'PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 an open transaction holds a consumer or a batch of the queue for a minute (lock_timeout, if it is set).';
 
 -- Returns the state of a message that no consumer has; null if it is not in the log.
 create or replace function pgque._ended_state(p_queue pgque.queue, p_sub int, p_id bigint) returns text
