@@ -352,15 +352,18 @@ def test_a_message_stays_cancelled_while_the_log_rotates_under_a_slow_consumer(p
 # -- two sessions -------------------------------------------------------------------------------------------------
 
 
-def test_a_cancel_gives_up_on_a_delivery_whose_transaction_stays_open(
+@pytest.mark.parametrize("does", [take, tick], ids=["delivery", "tick"])
+def test_a_cancel_gives_up_on_a_transaction_that_stays_open(
     pool: Connection,
     own_dsn: str,
     transaction: Callable[..., Connection],
     connect: Callable[..., Connection],
+    does: Callable[[Connection, str], object],
 ) -> None:
     (first,) = offer(pool, "q")
+    send(pool, "q")
     reader = transaction(dsn=own_dsn)
-    take(reader, "q")
+    does(reader, "q")
     impatient = connect(own_dsn)
     impatient.execute("set lock_timeout = '200ms'")
     assert "queue q" in str(refused("55P03", cancel, impatient, "q", first))
