@@ -352,6 +352,27 @@ def test_a_message_stays_cancelled_while_the_log_rotates_under_a_slow_consumer(p
 # -- two sessions -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("does", [take, tick], ids=["delivery", "tick"])
+def test_a_cancel_gives_up_on_a_transaction_that_stays_open(
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    connect: Callable[..., Connection],
+    does: Callable[[Connection, str], object],
+) -> None:
+    (first,) = offer(pool, "q")
+    send(pool, "q")
+    reader = transaction(dsn=own_dsn)
+    does(reader, "q")
+    impatient = connect(own_dsn)
+    impatient.execute("set lock_timeout = '200ms'")
+    assert "queue q" in str(refused("55P03", cancel, impatient, "q", first))
+    reader.rollback()
+    with impatient.transaction():
+        assert cancel(impatient, "q", first) == "pending"
+        assert value(impatient, "show lock_timeout") == "200ms"
+
+
 @pytest.mark.parametrize("worker", [None, "w"])
 @pytest.mark.parametrize("ends", ["commit", "rollback"])
 def test_a_cancel_waits_for_a_delivery(

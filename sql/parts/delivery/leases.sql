@@ -68,7 +68,7 @@ begin
   perform pgque._lock_batch(v_sub, p_batch) where v_sub.sub_id is not null;
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
   if v_sub.sub_keyed then
-    v_full := pgque._without_room(v_sub, p_batch, v_now);
+    v_full := pgque._without_room(v_sub, p_batch);
   end if;
   with found as materialized (
     select e.ctid from pgque.retry_queue e

@@ -500,13 +500,16 @@ declare
 begin
   loop
     begin
+      -- A delivery whose transaction stays open holds its consumer.
+      perform pg_catalog.set_config('lock_timeout', greatest(pg_catalog.ceil(extract(epoch from v_end - pg_catalog.clock_timestamp()) * 1000), 1) || 'ms', true);
       perform from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update;
       if pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id) then
+        perform pg_catalog.set_config('lock_timeout', v_wait, true);
         return;
       end if;
       perform pgque._undo_block();
     exception
-      when sqlstate 'PQ099' then
+      when sqlstate 'PQ099' or lock_not_available then
         null;
     end;
     -- A session that waits for this lock blocks others from their batches.
@@ -521,7 +524,7 @@ begin
         perform pg_catalog.pg_sleep(0.02);
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', pg_catalog.format('an open transaction of a worker holds a batch of queue %I', (
+      perform pgque._fail('lock_not_available', pg_catalog.format('an open transaction holds a consumer or a batch of queue %I', (
         select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again after it commits, or end its session.');
     end if;
   end loop;

@@ -64,11 +64,16 @@ create or replace function pgque._tick_after_now(p_queue_id int) returns bigint
 language plpgsql as $$
 begin
   begin
+    -- cancel() holds all workers back meanwhile.
+    perform pg_catalog.set_config('lock_timeout', '1min', true) where pg_catalog.current_setting('lock_timeout') = '0';
     perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.tick'), p_queue_id);
     perform pgque._undo_block();
   exception
     when sqlstate 'PQ099' then
       null;
+    when lock_not_available then
+      perform pgque._fail('lock_not_available', pg_catalog.format('an open transaction ticks queue %I', (
+        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again after it commits, or end its session.');
   end;
   return (select pg_catalog.pg_sequence_last_value(q.queue_tick_seq) + 1 from pgque.queue q where q.queue_id = p_queue_id);
 end
@@ -195,7 +200,7 @@ comment on function pgque.cancel(text, bigint, text, pgque.caller) is
   'applies), else cancelled (before), or done if no consumer has it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
   'this message ends: extend() counts one less, and the worker''s outcome for it has the reason cancelled. '
   'Streams and others who read by offsets still see it. Errors: PQ001 no such queue; PQ005 consumer_name is set and the message is delayed; PQ010 no such message; '
-  'PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 an open transaction of a worker holds a batch of the queue.';
+  'PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 an open transaction holds a consumer or a batch of the queue, or ticks it, for a minute (lock_timeout, if it is set).';
 
 -- Returns the state of a message that no consumer has; null if it is not in the log.
 create or replace function pgque._ended_state(p_queue pgque.queue, p_sub int, p_id bigint) returns text

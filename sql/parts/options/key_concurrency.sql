@@ -50,22 +50,26 @@ $$;
 --   worker 1: has message 2, and its lease expires
 --   worker 2: receives message 1 of the same key
 --   worker 1: extends its lease: message 2 would be leased beside message 1
-create or replace function pgque._without_room(p_sub pgque.subscriber, p_batch bigint, p_now timestamptz) returns bigint[]
+create or replace function pgque._without_room(p_sub pgque.subscriber, p_batch bigint) returns bigint[]
 language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_now  timestamptz := pgque.clock();
 begin
+  -- A lease that ends just now may expire before the lock is there.
   if not exists (
     select from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch and r.ev_retry_after <= p_now and r.ev_lane is not null)
+    where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch and r.ev_retry_after <= v_now + interval '1 second' and r.ev_lane is not null)
   then
     return null;
   end if;
   perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
+  v_now := pgque.clock();
   return array(
     select r.ev_id
     from (
       select r.ev_id, r.ev_lane, pg_catalog.row_number() over (partition by r.ev_lane order by r.ev_id) as place
       from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch and r.ev_retry_after <= p_now and r.ev_lane is not null
+      where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch and r.ev_retry_after <= v_now and r.ev_lane is not null
     ) r
     left join (select l.lane, count(*) as n from pgque._leased_lanes(p_sub) l group by 1) l on l.lane = r.ev_lane
     -- An old snapshot may not show what is leased.
