@@ -265,7 +265,7 @@ def test_a_message_is_cancelled(dsn: str, queue: str, client: pgque.PgqueClient,
     )
     assert (
         run("cancel", queue, str(second), "--consumer", "c", "--yes", "--dsn", dsn)
-        == f"message {second} was cancelled\n"
+        == f"message {second} was cancelled before\n"
     )
     assert [message.msg_id for message in client.receive(queue, "c")] == [third]
 

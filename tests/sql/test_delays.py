@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from conftest import Connect
 from sql.helpers import (
     Connection,
     ack,
@@ -163,6 +164,18 @@ def test_thousands_of_due_messages_come_within_two_ticks(pool: Connection) -> No
     for _ in range(2):
         settle(pool, "q")
     assert sorted(ids(work_off(pool, "q", count=1000))) == sorted(sent)
+
+
+def test_a_large_message_that_is_being_replaced_holds_back_no_other(
+    pool: Connection, own_dsn: str, connect: Connect
+) -> None:
+    post(pool, "q", "x" * 1_200_000, key="k", delay="1 minute")
+    others = [post(pool, "q", delay="2 minutes") for _ in range(3)]
+    replacer = connect(own_dsn, autocommit=False)
+    post(replacer, "q", "y", key="k", delay="1 minute")
+    move_clock(pool, "3 minutes")
+    settle(pool, "q")
+    assert ids(work_off(pool, "q")) == others
 
 
 def test_every_consumer_gets_a_delayed_message_once(pool: Connection) -> None:

@@ -342,7 +342,9 @@ def test_who_locks_the_queue_and_its_consumers_waits_for_a_drop(
     user = connect(own_dsn, autocommit=False)
     receive(user, "q")
     # Once: drop_queue() would let the others pass after a while.
-    dropper = background(lambda c: rows(c, "select pgque._drop_queue(%s, 'q', true)", number), connect(own_dsn))
+    dropper = background(
+        lambda c: rows(c, "select pgque._drop_queue(%s, 'q', true)", number), connect(own_dsn)
+    )
     wait_for_lock(dropper.pid)
     other = background(lambda c: refused("PQ001", value, c, f"select pgque.{call}"), connect(own_dsn))
     wait_for_lock(other.pid)
@@ -364,7 +366,9 @@ def test_a_list_of_messages_that_waits_for_a_drop_finds_no_queue(
     tick(own, "q")
     dropper = connect(own_dsn, autocommit=False)
     assert value(dropper, "select pgque.drop_queue('q', true)") == 1
-    reader = background(lambda c: refused("PQ001", rows, c, "select pgque.list_messages('q')"), connect(own_dsn))
+    reader = background(
+        lambda c: refused("PQ001", rows, c, "select pgque.list_messages('q')"), connect(own_dsn)
+    )
     wait_for_lock(reader.pid)
     dropper.commit()
     reader.result()

@@ -221,10 +221,14 @@ def message(dsn: str, as_json: bool, queue: str, msg_id: int) -> None:
 @click.option("--consumer", help="Only for this consumer.")
 @yes_option
 def cancel(dsn: str, queue: str, msg_id: int, consumer: str | None, yes: bool) -> None:
-    """Cancel a message, so that it is not delivered any more."""
+    """Cancel a message, so that it is not delivered any more.
+
+    Prints the state in which it was. A worker that has it goes on, and its outcome does not count.
+    """
     confirm(f"Cancel message {msg_id} of {queue}?", yes)
     with connect(dsn) as client:
-        echo(f"message {msg_id} was {client.cancel(queue, msg_id, consumer)}")
+        state = client.cancel(queue, msg_id, consumer)
+    echo(f"message {msg_id} was {state}" + (" before" if state == "cancelled" else ""))
 
 
 @click.command()
@@ -284,7 +288,10 @@ def share(dsn: str, queue: str, consumer: str) -> None:
 @click.argument("consumer")
 @click.argument("limit", metavar="LIMIT|none")
 def key_concurrency(dsn: str, queue: str, consumer: str, limit: str) -> None:
-    """Set how many messages of one key the workers of a consumer have at a time."""
+    """Set how many messages of one key the workers of a consumer have at a time.
+
+    With 1 they get them in order. "none" removes the limit.
+    """
     most = None if limit == "none" else click.IntRange(min=1)(limit)
     with connect(dsn) as client:
         new = client.set_key_concurrency(queue, consumer, most)

@@ -149,10 +149,13 @@ language sql immutable as $$ select 1000000::bigint $$;
 create or replace function pgque._retry_queue(p_queue_id int) returns int
 language plpgsql as $$
 declare
-  v_txid   xid8 := pg_catalog.pg_current_xact_id();
-  v_now    timestamptz;
-  v_aside  record;
-  v_count  int;
+  v_txid    xid8 := pg_catalog.pg_current_xact_id();
+  v_now     timestamptz;
+  v_aside   record;
+  v_found   record;
+  v_places  tid[] := '{}';
+  v_bytes   bigint := 0;
+  v_count   int;
 begin
   perform pgque._rebase(p_queue_id);
   if not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
@@ -171,33 +174,33 @@ begin
     ) e
     where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pump_owners() o (id))
     limit 10000));
-  with found as materialized (
-    select e.place, sum(e.bytes) over (order by e.due rows unbounded preceding) - e.bytes as before
+  -- A loop, since it ends with the bytes of those that it could lock: messages that an open
+  -- transaction has locked do not hold back those behind them.
+  for v_found in
+    select e.place, e.bytes
     from (
       select o.id from pgque._pump_owners() o (id)
       where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
     ) o
     cross join lateral (
-      select e.ctid as place, e.ev_retry_after as due, pgque._size(e.ev_data, e.ev_bytes, e.ev_headers) as bytes
+      select e.ctid as place, pgque._size(e.ev_data, e.ev_bytes, e.ev_headers) as bytes
       from pgque.retry_queue e
       where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
         and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
       order by e.ev_retry_after
       limit 10000
+      for update skip locked
     ) e
     limit 10000
-  ),
-  locked as materialized (
-    select r.ctid
-    from found f
-    join pgque.retry_queue r on r.ctid = f.place
-    where f.before < pgque._bytes_of_a_call()
-    for update of r skip locked
-  ),
-  due as (
-    delete from pgque.retry_queue r using locked l
-    where r.ctid = l.ctid
+  loop
+    v_places := v_places || v_found.place;
+    v_bytes := v_bytes + v_found.bytes;
+    exit when v_bytes >= pgque._bytes_of_a_call();
+  end loop;
+  with due as (
+    delete from pgque.retry_queue r
+    where r.ctid = any (v_places)
     returning r.*
   )
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,

@@ -797,7 +797,7 @@ create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) r
 language plpgsql as $$
 begin
   perform pgque._fail('PQ010', pg_catalog.format('message not found: %s of queue %I', coalesce(p_id::text, 'null'), p_queue.queue_name),
-    'Check the id. Every consumer is done with the message, or it was never committed.');
+    'Check the id. Every consumer is done with the message, it was cancelled, or it was never committed.');
 end
 $$;
 

@@ -197,7 +197,7 @@ $$;
 comment on function pgque.cancel(text, bigint, text, pgque.caller) is
   'Cancels a message: it is not delivered any more to this consumer; without consumer_name to none, later ones included. Returns the state in which it was '
   'found, in the words of list_messages(): processing, retry, pending, delayed, expired, dead, failed or archived (with several consumers the first of these that '
-  'applies), else cancelled (before), or done if no consumer has it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
+  'applies), else cancelled (before), or done if no consumer has it. A delayed message is deleted: a second call does not find it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
   'this message ends: extend() counts one less, and the worker''s outcome for it has the reason cancelled. '
   'Streams and others who read by offsets still see it. Errors: PQ001 no such queue; PQ005 consumer_name is set and the message is delayed; PQ010 no such message; '
   'PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 an open transaction holds a consumer or a batch of the queue, or ticks it, for a minute (lock_timeout, if it is set).';

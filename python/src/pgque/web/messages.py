@@ -141,7 +141,8 @@ def cancel(page: Page) -> Response:
     """Cancel a message for all consumers."""
     name, number = page.form.need("queue"), page.form.number("id")
     state = page.value("select pgque.cancel(%s, %s)", [name, number])
-    return page.done(f"Message {number} was {state}.", "/messages", queue=name)
+    before = " before" if state == "cancelled" else ""
+    return page.done(f"Message {number} was {state}{before}.", "/messages", queue=name)
 
 
 def _found(page: Page, asked: dict[str, object]) -> tuple[list[Row], Row]:
