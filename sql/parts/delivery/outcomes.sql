@@ -82,6 +82,9 @@ begin
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
   end if;
+  -- The consumer cannot be unsubscribed before this commits.  Other workers do not
+  -- wait.
+  perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
   perform pgque._lock_batch(v_sub, p_batch);
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
   v_lease := v_state.lease;
