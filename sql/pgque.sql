@@ -2074,8 +2074,9 @@ begin
 end
 $$;
 
--- Drops a queue.  It locks the queue's consumers, then its tables, as deliveries do, and
--- the queue's row last, because readers and writers of the tables lock that row later.
+-- Drops a queue.  It locks the queue's row against purge(), cancel() and the like, then the
+-- consumers and the tables, as deliveries do.  Writers of the tables lock the row last
+-- (_need_queue), so the lock that waits for them is the last one.
 create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
 language plpgsql as $$
 declare
@@ -2083,6 +2084,7 @@ declare
   v_leaves  text := (select pg_catalog.string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is not null);
   v_leaf    text;
 begin
+  perform from pgque.queue q where q.queue_id = p_queue_id for no key update;
   perform from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for update;
   if v_leaves is not null then
     execute pg_catalog.format('lock table %s in access exclusive mode', v_leaves);
@@ -4549,6 +4551,7 @@ begin
   if v_tick.tick_id is not null then
     return v_tick;
   end if;
+  perform pgque._no_queue(p_queue.queue_name) where not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id);   -- it was dropped meanwhile
   perform pgque._fail('PQ005', pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
     'Start at latest, earliest, the id of a stored tick, or a timestamp.');
 exception
@@ -5611,7 +5614,7 @@ begin
   end loop;
   pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
   pos.pos_done_count := v_found.looked;
-  pos.pos_keys := coalesce(v_found.lanes, '{}');
+  pos.pos_keys := case when p_sub.sub_keyed then coalesce(v_found.lanes, '{}') end;   -- null: not known
   ids := v_found.good;
   if v_found.aside is not null then
     execute pg_catalog.format(
@@ -5932,6 +5935,7 @@ declare
   v_log    bigint[];   -- those of them that are in the log, sorted
   v_new    bigint[];   -- those that get their outcome now
   v_gone   bigint[];   -- the same of those that were in the retry queue
+  v_ended  boolean;    -- whether a message of the queue was cancelled
 begin
   p_ids := pgque._flat(p_ids);
   if p_ids is not null then
@@ -5941,6 +5945,9 @@ begin
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
   end if;
+  -- The consumer cannot be unsubscribed before this commits.  Other workers do not
+  -- wait.
+  perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
   perform pgque._lock_batch(v_sub, p_batch);
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
   v_lease := v_state.lease;
@@ -5981,11 +5988,12 @@ begin
     -- answer that it is lost, so an ack of the rest must not finish it.
     perform pgque._record(p_batch, 'lost');
   end if;
+  v_ended := pgque._noted(v_sub.sub_queue, '{cancelled}');
   return query
     select i.id, i.ok,
       case
         when i.ok then null
-        when pgque._noted(v_sub.sub_queue, '{cancelled}') and pgque._is_cancelled(v_sub.sub_queue, v_sub.sub_id, i.id) then 'cancelled'
+        when v_ended and pgque._is_cancelled(v_sub.sub_queue, v_sub.sub_id, i.id) then 'cancelled'
         when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
         when ((select v_log))[pg_catalog.width_bucket(i.id, (select v_log))] = i.id then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'outcome' and s.set_ev_id = i.id) then 'settled already'
@@ -6276,13 +6284,17 @@ declare
   v_now    timestamptz := pgque.clock();
   v_state  record;
   v_until  timestamptz;
+  v_full   bigint[];
   v_held   int;
 begin
   perform pgque._lock_batch(v_sub, p_batch) where v_sub.sub_id is not null;
   select s.* into v_state from pgque._states(v_sub.sub_id, array[p_batch]) s;
+  if v_sub.sub_keyed then
+    v_full := pgque._without_room(v_sub, p_batch);
+  end if;
   with found as materialized (
     select e.ctid from pgque.retry_queue e
-    where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
+    where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (e.ev_id = any (v_full)) is not true
     order by e.ev_id
     for update skip locked
   )
@@ -6572,10 +6584,13 @@ language sql immutable as $$ select 1000000::bigint $$;
 create or replace function pgque._retry_queue(p_queue_id int) returns int
 language plpgsql as $$
 declare
-  v_txid   xid8 := pg_catalog.pg_current_xact_id();
-  v_now    timestamptz;
-  v_aside  record;
-  v_count  int;
+  v_txid    xid8 := pg_catalog.pg_current_xact_id();
+  v_now     timestamptz;
+  v_aside   record;
+  v_found   record;
+  v_places  tid[] := '{}';
+  v_bytes   bigint := 0;
+  v_count   int;
 begin
   perform pgque._rebase(p_queue_id);
   if not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
@@ -6594,33 +6609,33 @@ begin
     ) e
     where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pump_owners() o (id))
     limit 10000));
-  with found as materialized (
-    select e.place, sum(e.bytes) over (order by e.due rows unbounded preceding) - e.bytes as before
+  -- A loop, since it ends with the bytes of those that it could lock: messages that an open
+  -- transaction has locked do not hold back those behind them.
+  for v_found in
+    select e.place, e.bytes
     from (
       select o.id from pgque._pump_owners() o (id)
       where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
     ) o
     cross join lateral (
-      select e.ctid as place, e.ev_retry_after as due, pgque._size(e.ev_data, e.ev_bytes, e.ev_headers) as bytes
+      select e.ctid as place, pgque._size(e.ev_data, e.ev_bytes, e.ev_headers) as bytes
       from pgque.retry_queue e
       where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
         and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
       order by e.ev_retry_after
       limit 10000
+      for update skip locked
     ) e
     limit 10000
-  ),
-  locked as materialized (
-    select r.ctid
-    from found f
-    join pgque.retry_queue r on r.ctid = f.place
-    where f.before < pgque._bytes_of_a_call()
-    for update of r skip locked
-  ),
-  due as (
-    delete from pgque.retry_queue r using locked l
-    where r.ctid = l.ctid
+  loop
+    v_places := v_places || v_found.place;
+    v_bytes := v_bytes + v_found.bytes;
+    exit when v_bytes >= pgque._bytes_of_a_call();
+  end loop;
+  with due as (
+    delete from pgque.retry_queue r
+    where r.ctid = any (v_places)
     returning r.*
   )
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
@@ -7607,11 +7622,16 @@ create or replace function pgque._tick_after_now(p_queue_id int) returns bigint
 language plpgsql as $$
 begin
   begin
+    -- cancel() holds all workers back meanwhile.
+    perform pg_catalog.set_config('lock_timeout', '1min', true) where pg_catalog.current_setting('lock_timeout') = '0';
     perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.tick'), p_queue_id);
     perform pgque._undo_block();
   exception
     when sqlstate 'PQ099' then
       null;
+    when lock_not_available then
+      perform pgque._fail('lock_not_available', pg_catalog.format('an open transaction ticks queue %I', (
+        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again after it commits, or end its session.');
   end;
   return (select pg_catalog.pg_sequence_last_value(q.queue_tick_seq) + 1 from pgque.queue q where q.queue_id = p_queue_id);
 end
@@ -7656,7 +7676,7 @@ begin
   end loop;
   perform pgque._count(p_queue.queue_id, h.id, 'cancelled', 1) from (select distinct pg_catalog.unnest(v_had)) h (id);
   v_event := pgque._event_in_log(p_queue, p_id);
-  if v_event.ev_id is null or p_one is not null and pg_catalog.cardinality(v_had) = 0 then
+  if v_event.ev_id is null then
     return pg_catalog.cardinality(v_had) > 0;
   end if;
   perform pgque._note_once(p_queue.queue_id, 'cancelled');
@@ -7694,7 +7714,14 @@ begin
   perform pgque._need_read_committed('cancel()');
   perform pgque._no_message(v_queue, $2) where ($2 > 0) is not true;
   perform pgque._rebase(v_queue.queue_id);
-  v_keys := array_remove((pgque._event_in_log(v_queue, $2)).ev_key || array(select m.key from pgque._messages(v_queue, $2, 100) m), null);
+  -- Undone, because it locks tables that are locked after the consumers.
+  begin
+    v_keys := array_remove((pgque._event_in_log(v_queue, $2)).ev_key || array(select m.key from pgque._messages(v_queue, $2, 100) m), null);
+    perform pgque._undo_block();
+  exception
+    when sqlstate 'PQ099' then
+      null;
+  end;
   perform pgque._lock_keys(v_queue.queue_id, v_keys) where cardinality(v_keys) > 0;
   -- A consumer that subscribes waits for this lock, and rotation leaves the queue alone.
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for no key update;
@@ -7728,10 +7755,10 @@ $$;
 comment on function pgque.cancel(text, bigint, text, pgque.caller) is
   'Cancels a message: it is not delivered any more to this consumer; without consumer_name to none, later ones included. Returns the state in which it was '
   'found, in the words of list_messages(): processing, retry, pending, delayed, expired, dead, failed or archived (with several consumers the first of these that '
-  'applies), else cancelled (before), or done if no consumer has it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
+  'applies), else cancelled (before), or done if no consumer has it. A delayed message is deleted: a second call does not find it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
   'this message ends: extend() counts one less, and the worker''s outcome for it has the reason cancelled. '
   'Streams and others who read by offsets still see it. Errors: PQ001 no such queue; PQ005 consumer_name is set and the message is delayed; PQ010 no such message; '
-  'PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 an open transaction of a worker holds a batch of the queue.';
+  'PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 an open transaction holds a consumer or a batch of the queue, or ticks it, for a minute (lock_timeout, if it is set).';
 
 -- Returns the state of a message that no consumer has; null if it is not in the log.
 create or replace function pgque._ended_state(p_queue pgque.queue, p_sub int, p_id bigint) returns text
@@ -7795,6 +7822,40 @@ begin
   return query
     select r.ev_lane, r.ev_worker from pgque.retry_queue r
     where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock() and r.ev_lane is not null;
+end
+$$;
+
+-- Returns the messages of a batch in the retry queue whose lease expired, and whose lane has
+-- as many leased without them as it may have: their lease cannot begin again.  No other
+-- message of the consumer is leased until the transaction ends.
+--
+--   worker 1: has message 2, and its lease expires
+--   worker 2: receives message 1 of the same key
+--   worker 1: extends its lease: message 2 would be leased beside message 1
+create or replace function pgque._without_room(p_sub pgque.subscriber, p_batch bigint) returns bigint[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_now  timestamptz := pgque.clock();
+begin
+  -- A lease that ends just now may expire before the lock is there.
+  if not exists (
+    select from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch and r.ev_retry_after <= v_now + interval '1 second' and r.ev_lane is not null)
+  then
+    return null;
+  end if;
+  perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
+  v_now := pgque.clock();
+  return array(
+    select r.ev_id
+    from (
+      select r.ev_id, r.ev_lane, pg_catalog.row_number() over (partition by r.ev_lane order by r.ev_id) as place
+      from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch and r.ev_retry_after <= v_now and r.ev_lane is not null
+    ) r
+    left join (select l.lane, count(*) as n from pgque._leased_lanes(p_sub) l group by 1) l on l.lane = r.ev_lane
+    -- An old snapshot may not show what is leased.
+    where pgque._old_snapshot() or r.place + coalesce(l.n, 0) > p_sub.sub_key_concurrency);
 end
 $$;
 
@@ -11226,7 +11287,8 @@ begin
     || pgque._row_condition(p_queue, p_consumer, p_after, p_upto)
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
     || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
-  return pg_catalog.format('select %s from (%s) e order by e.ev_id', pgque._event_columns(),
+  -- The bodies of a key have one id: the newest comes last, and then a retry.
+  return pg_catalog.format('select %s from (%s) e order by e.ev_id, coalesce(e.ev_owner, 0) > 0, coalesce(e.ev_retry, 0)', pgque._event_columns(),
     pgque._rows_of_window_sql(v_queue.queue_id, pgque._part_of_window(v_from, v_to, p_after, p_upto), v_cond));
 end
 $$;
@@ -12590,13 +12652,16 @@ declare
 begin
   loop
     begin
+      -- A delivery whose transaction stays open holds its consumer.
+      perform pg_catalog.set_config('lock_timeout', greatest(pg_catalog.ceil(extract(epoch from v_end - pg_catalog.clock_timestamp()) * 1000), 1) || 'ms', true);
       perform from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update;
       if pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id) then
+        perform pg_catalog.set_config('lock_timeout', v_wait, true);
         return;
       end if;
       perform pgque._undo_block();
     exception
-      when sqlstate 'PQ099' then
+      when sqlstate 'PQ099' or lock_not_available then
         null;
     end;
     -- A session that waits for this lock blocks others from their batches.
@@ -12611,7 +12676,7 @@ begin
         perform pg_catalog.pg_sleep(0.02);
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', pg_catalog.format('an open transaction of a worker holds a batch of queue %I', (
+      perform pgque._fail('lock_not_available', pg_catalog.format('an open transaction holds a consumer or a batch of queue %I', (
         select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again after it commits, or end its session.');
     end if;
   end loop;
@@ -12636,6 +12701,7 @@ begin
   -- Calls that move a consumer to a stored tick wait here; those with an older snapshot get
   -- 40001, since the row changes.
   update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
+  perform pgque._no_queue(v_queue.queue_name) where not found;
   perform pgque._lock_consumers(v_queue.queue_id);
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
@@ -14260,6 +14326,10 @@ begin
       where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
     using p_queue.queue_id, v_now, p_limit, p_id, p_after;
   end if;
+exception
+  when others then
+    perform pgque._no_queue(p_queue.queue_name) where not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id);   -- it was dropped meanwhile
+    raise;
 end
 $$;
 
@@ -14455,7 +14525,7 @@ create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) r
 language plpgsql as $$
 begin
   perform pgque._fail('PQ010', pg_catalog.format('message not found: %s of queue %I', coalesce(p_id::text, 'null'), p_queue.queue_name),
-    'Check the id. Every consumer is done with the message, or it was never committed.');
+    'Check the id. Every consumer is done with the message, it was cancelled, or it was never committed.');
 end
 $$;
 
@@ -16164,10 +16234,13 @@ $$;
 -- are members only while the script replaces them, because it may replace nothing else.
 -- ALTER EXTENSION would do that as well, but it takes a lock for each function.  Rights
 -- that the script sets would be in no dump either.
+-- The sequence of ticks has the newest tick (see _store_tick); up to 0.5 it was set only
+-- to force a tick.
 do $$
 declare
   v_extension  oid;
-  v_queue      int;
+  v_queue      pgque.queue;
+  v_last       bigint;
 begin
   begin
     perform pg_extension_config_dump('pgque.queue'::regclass, '');
@@ -16183,8 +16256,17 @@ begin
     from pgque.queue q, pgque._readers_of(q.queue_id) r (func);
   end if;
   -- A queue that is being dropped is left out, and others are not dropped meanwhile.
-  for v_queue in select q.queue_id from pgque.queue q order by q.queue_id for key share skip locked loop
-    perform pgque._create_reader(v_queue, false);
+  for v_queue in select q.* from pgque.queue q order by q.queue_id for key share skip locked loop
+    perform pgque._create_reader(v_queue.queue_id, false);
+    begin
+      -- Not pg_sequence_last_value(): its lock would stay.
+      execute format('select case when is_called then last_value else 0 end from %s', v_queue.queue_tick_seq) into v_last;
+      perform setval(v_queue.queue_tick_seq, t.tick_id) from pgque._last_tick(v_queue) t where t.tick_id > v_last;
+      perform pgque._undo_block();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
   end loop;
   perform pgque._set_rights(null, current_setting('pgque.version_before') = '');
   if v_extension is not null then

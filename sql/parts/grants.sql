@@ -241,10 +241,13 @@ $$;
 -- are members only while the script replaces them, because it may replace nothing else.
 -- ALTER EXTENSION would do that as well, but it takes a lock for each function.  Rights
 -- that the script sets would be in no dump either.
+-- The sequence of ticks has the newest tick (see _store_tick); up to 0.5 it was set only
+-- to force a tick.
 do $$
 declare
   v_extension  oid;
-  v_queue      int;
+  v_queue      pgque.queue;
+  v_last       bigint;
 begin
   begin
     perform pg_extension_config_dump('pgque.queue'::regclass, '');
@@ -260,8 +263,17 @@ begin
     from pgque.queue q, pgque._readers_of(q.queue_id) r (func);
   end if;
   -- A queue that is being dropped is left out, and others are not dropped meanwhile.
-  for v_queue in select q.queue_id from pgque.queue q order by q.queue_id for key share skip locked loop
-    perform pgque._create_reader(v_queue, false);
+  for v_queue in select q.* from pgque.queue q order by q.queue_id for key share skip locked loop
+    perform pgque._create_reader(v_queue.queue_id, false);
+    begin
+      -- Not pg_sequence_last_value(): its lock would stay.
+      execute format('select case when is_called then last_value else 0 end from %s', v_queue.queue_tick_seq) into v_last;
+      perform setval(v_queue.queue_tick_seq, t.tick_id) from pgque._last_tick(v_queue) t where t.tick_id > v_last;
+      perform pgque._undo_block();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
   end loop;
   perform pgque._set_rights(null, current_setting('pgque.version_before') = '');
   if v_extension is not null then

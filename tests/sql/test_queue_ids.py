@@ -90,6 +90,7 @@ CALLS = [
     "select pgque.purge_key({q}, 'k')",
     "select pgque.cancel({q}, 1)",
     "select pgque.share_consumer({q}, 'd')",
+    "select pgque.set_key_concurrency({q}, 'd', null)",
     "select pgque.unshare_consumer({q}, 'd')",
     "select pgque.purge({q})",
     "select pgque.unsubscribe({q}, 'f')",

@@ -942,7 +942,7 @@ def test_a_queue_for_dead_letters_is_named_to_those_with_a_right_to_it(
     offer(conn, one)
     batch = receive(user, one, "d")
     nack_ids(user, batch[0].batch_id, [batch[0].msg_id])
-    pump(conn)
+    forward_letters(conn)
     assert value(conn, "select count(*) from pgque.peek(%s)", target) == 1
     refused(DENIED, value, user, SETS_DEAD_LETTERS, one, target)
     configure(user, one, dead_letter_queue=None)

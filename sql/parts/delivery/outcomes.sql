@@ -73,6 +73,7 @@ declare
   v_log    bigint[];   -- those of them that are in the log, sorted
   v_new    bigint[];   -- those that get their outcome now
   v_gone   bigint[];   -- the same of those that were in the retry queue
+  v_ended  boolean;    -- whether a message of the queue was cancelled
 begin
   p_ids := pgque._flat(p_ids);
   if p_ids is not null then
@@ -125,11 +126,12 @@ begin
     -- answer that it is lost, so an ack of the rest must not finish it.
     perform pgque._record(p_batch, 'lost');
   end if;
+  v_ended := pgque._noted(v_sub.sub_queue, '{cancelled}');
   return query
     select i.id, i.ok,
       case
         when i.ok then null
-        when pgque._noted(v_sub.sub_queue, '{cancelled}') and pgque._is_cancelled(v_sub.sub_queue, v_sub.sub_id, i.id) then 'cancelled'
+        when v_ended and pgque._is_cancelled(v_sub.sub_queue, v_sub.sub_id, i.id) then 'cancelled'
         when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
         when ((select v_log))[pg_catalog.width_bucket(i.id, (select v_log))] = i.id then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_what = 'outcome' and s.set_ev_id = i.id) then 'settled already'
