@@ -126,7 +126,7 @@ begin
     -- answer that it is lost, so an ack of the rest must not finish it.
     perform pgque._record(p_batch, 'lost');
   end if;
-  v_ended := pgque._noted(v_sub.sub_queue, '{cancelled}');
+  v_ended := exists (select from pgque.queue_option o where o.opt_queue = v_sub.sub_queue and o.opt_name = 'cancelled');
   return query
     select i.id, i.ok,
       case
