@@ -5508,13 +5508,13 @@ begin
 end
 $$;
 
--- Chooses from the next messages of a window, at most p_max, if _must_choose().  A message whose key or lane is busy goes to the retry queue.
--- Purged, cancelled and expired messages are left out.  The slice ends at the last message that
--- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
--- is how many messages the caller has passed since it last found one to deliver: the next
--- slice is as long.  With null the slice is the whole window, for a caller that reads the
--- rest of it without this function.  p_bytes limits the size of the messages to deliver;
--- there is at least one.
+-- Chooses from the next messages of a window, at most p_max, if _must_choose().  A message
+-- whose key or lane is busy goes to the retry queue.  Purged, cancelled and expired messages
+-- are left out.  The slice ends at the last message that was checked.  ids are the messages
+-- to deliver, and rows is the query for them.  p_passed is how many messages the caller has
+-- passed since it last found one to deliver: the next slice is as long.  With null the slice
+-- is the whole window, for a caller that reads the rest of it without this function.  p_bytes
+-- limits the size of the messages to deliver; there is at least one.
 create or replace function pgque._choose(
   p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint, p_bytes bigint default null,
   out pos pgque.position, out ids bigint[], out rows text
@@ -14334,9 +14334,9 @@ end
 $$;
 
 -- Returns those of them that are in the log and that a consumer at p_position (null: where
--- it stands now) has not received.  It reads ids range by range, each eight times as long as the one before,
--- until it has enough.  (No sequential scans: if a table was analyzed when it had only the
--- first range, the planner expects that all its rows are in that range.)
+-- it stands now) has not received.  It reads ids range by range, each eight times as long as
+-- the one before, until it has enough.  (No sequential scans: if a table was analyzed when it
+-- had only the first range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[], p_position pgque.position default null,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,

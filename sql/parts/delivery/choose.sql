@@ -16,13 +16,13 @@ begin
 end
 $$;
 
--- Chooses from the next messages of a window, at most p_max, if _must_choose().  A message whose key or lane is busy goes to the retry queue.
--- Purged, cancelled and expired messages are left out.  The slice ends at the last message that
--- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
--- is how many messages the caller has passed since it last found one to deliver: the next
--- slice is as long.  With null the slice is the whole window, for a caller that reads the
--- rest of it without this function.  p_bytes limits the size of the messages to deliver;
--- there is at least one.
+-- Chooses from the next messages of a window, at most p_max, if _must_choose().  A message
+-- whose key or lane is busy goes to the retry queue.  Purged, cancelled and expired messages
+-- are left out.  The slice ends at the last message that was checked.  ids are the messages
+-- to deliver, and rows is the query for them.  p_passed is how many messages the caller has
+-- passed since it last found one to deliver: the next slice is as long.  With null the slice
+-- is the whole window, for a caller that reads the rest of it without this function.  p_bytes
+-- limits the size of the messages to deliver; there is at least one.
 create or replace function pgque._choose(
   p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint, p_bytes bigint default null,
   out pos pgque.position, out ids bigint[], out rows text

@@ -606,9 +606,9 @@ end
 $$;
 
 -- Returns those of them that are in the log and that a consumer at p_position (null: where
--- it stands now) has not received.  It reads ids range by range, each eight times as long as the one before,
--- until it has enough.  (No sequential scans: if a table was analyzed when it had only the
--- first range, the planner expects that all its rows are in that range.)
+-- it stands now) has not received.  It reads ids range by range, each eight times as long as
+-- the one before, until it has enough.  (No sequential scans: if a table was analyzed when it
+-- had only the first range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[], p_position pgque.position default null,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
