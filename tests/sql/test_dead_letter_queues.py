@@ -149,16 +149,17 @@ def test_the_loop_tries_a_queue_that_takes_no_letters_once_a_second_also_while_r
 ) -> None:
     given_up(graves, "a", 1)
     value(graves, "select pgque.pause('grave')")
-    for delay in range(5):
-        value(graves, "select pgque.send('b', 't', 'x', delay => %s * interval '50 ms')", delay)
+    rows(
+        graves,
+        "select pgque.send('b', 't', 'x', delay => g * interval '100 ms') from generate_series(1, 20) as g",
+    )
     loop = connect(own_dsn)
     loop.execute("set track_functions = 'pl'")
-    loop.execute("call pgque.ticker_loop('700 milliseconds')")
+    loop.execute("call pgque.ticker_loop('2 seconds')")
     loop.close()
     calls = "select f.calls from pg_stat_user_functions f where f.funcname = %s"
     wait_until(lambda: value(graves, calls, "maint_retry_events"), "the statistics of the loop")
-    assert value(graves, calls, "maint_retry_events") > 2
-    assert value(graves, calls, "_forward_letters") == 1
+    assert value(graves, calls, "maint_retry_events") > value(graves, calls, "_forward_letters") > 0
 
 
 @ENDS
