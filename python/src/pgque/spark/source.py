@@ -253,7 +253,7 @@ class _Driver:
             self._connected()
             try:
                 self._newest = self._ask_newest()
-            except (PgqueTickNotFound, PgqueBadArgument):
+            except (PgqueQueueNotFound, PgqueTickNotFound, PgqueBadArgument):
                 # A queue lost its ticks while it was dropped. Now it is gone, and the error names it, or it
                 # is there again.
                 for stream in self._streams.values():
