@@ -283,8 +283,7 @@ dsn = os.environ["JOB_DSN"]
 
 def reach(name, here):
     if here == point:
-        sys.stdout.write(f"REACHED {name}\n")  # in one piece: both streams print at once
-        sys.stdout.flush()
+        print(f"REACHED {name}", flush=True)  # one string: both streams print at once
         time.sleep(600)
 
 def stream(name, database, insert):
