@@ -5568,8 +5568,8 @@ begin
         case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
       from pg_catalog.unnest(v_rows) e
     ),
-    -- What is leased of a lane counts as its first messages, and so does a message that
-    -- waits if the order is kept.
+    -- The leased messages of a lane count as its first ones. If the order is kept, a message
+    -- that waits counts too.
     placed as (
       select l.* from looked l
       union all
@@ -7557,7 +7557,7 @@ exception
 end
 $$;
 -- ---------------------------------------------------------------------------
--- cancel: a message that is not delivered any more
+-- cancel: a message that is no longer delivered
 -- ---------------------------------------------------------------------------
 
 -- A cancelled message of the retry queue is deleted, and one that a batch has gets its
@@ -7566,7 +7566,7 @@ $$;
 -- for whom the message ends; 0: for all, later ones too.  The row is appended to the current
 -- table, so it is there as long as the message.
 --
--- Deliveries do not search for such rows, but for one case: a consumer that has the
+-- Deliveries search for such rows in one case only: a consumer that has the
 -- message ahead of it is treated as if it had been moved back from a tick after the message
 -- (pos_high).  Until it has passed that tick, its deliveries are not ordinary, and
 -- _must_choose() makes them choose.
@@ -7753,7 +7753,7 @@ begin
 end
 $$;
 comment on function pgque.cancel(text, bigint, text, pgque.caller) is
-  'Cancels a message: it is not delivered any more to this consumer; without consumer_name to none, later ones included. Returns the state in which it was '
+  'Cancels a message: it is no longer delivered to this consumer; without consumer_name to none, later ones included. Returns the state in which it was '
   'found, in the words of list_messages(): processing, retry, pending, delayed, expired, dead, failed or archived (with several consumers the first of these that '
   'applies), else cancelled (before), or done if no consumer has it. A delayed message is deleted: a second call does not find it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
   'this message ends: extend() counts one less, and the worker''s outcome for it has the reason cancelled. '
@@ -8199,8 +8199,8 @@ comment on function pgque.set_schedule(text, text) is
 
 -- The rest of the engine handles limits in these places:
 --   * Sending asks _room(); the sinks too, and the forwarding of dead letters.
---   * What lets the depth grow otherwise calls _depth_grows(): subscribe(), moves of a
---     consumer, and dlq_requeue().
+--   * Calls that let the depth grow without a send call _depth_grows(): subscribe(), moves
+--     of a consumer, and dlq_requeue().
 --   * _begin_delivery(), with which a delivery begins, asks _limit_unused_since(), and
 --     _store_delivery() adds what was delivered (pos_paid).
 --   * health() and purge() ask _depth().

@@ -1,4 +1,4 @@
-"""cancel(): a message is not delivered any more, wherever it is found."""
+"""cancel(): a message is no longer delivered, wherever it is found."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_who_comes_later_or_is_moved_back_does_not_get_a_message_that_was_cancel
     assert all_of(conn, subscribed, "w", "late") == [second]
     value(conn, "select pgque.register_consumer_at(%s, 'late', %s)", subscribed, start)
     assert all_of(conn, subscribed, "w", "late") == [second]
-    # Who reads by offsets still sees it.
+    # A reader by offsets still sees it.
     assert (
         len(
             rows(

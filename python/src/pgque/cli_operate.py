@@ -221,7 +221,7 @@ def message(dsn: str, as_json: bool, queue: str, msg_id: int) -> None:
 @click.option("--consumer", help="Only for this consumer.")
 @yes_option
 def cancel(dsn: str, queue: str, msg_id: int, consumer: str | None, yes: bool) -> None:
-    """Cancel a message, so that it is not delivered any more.
+    """Cancel a message, so that it is no longer delivered.
 
     Prints the state in which it was. A worker that has it goes on, and its outcome does not count.
     """

@@ -1207,7 +1207,7 @@ class AsyncPgqueClient:
         )
 
     async def cancel(self, queue: str, msg_id: int, consumer: str | None = None) -> str:
-        """Cancel a message, so that it is not delivered any more, and return the state in which it was found.
+        """Cancel a message, so that it is no longer delivered, and return the state in which it was found.
         Calls `pgque.cancel`.
 
         With `consumer`, only this consumer is concerned. If a worker has the message, its handler runs on,

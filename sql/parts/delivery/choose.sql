@@ -76,8 +76,8 @@ begin
         case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
       from pg_catalog.unnest(v_rows) e
     ),
-    -- What is leased of a lane counts as its first messages, and so does a message that
-    -- waits if the order is kept.
+    -- The leased messages of a lane count as its first ones. If the order is kept, a message
+    -- that waits counts too.
     placed as (
       select l.* from looked l
       union all

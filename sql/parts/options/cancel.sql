@@ -1,5 +1,5 @@
 -- ---------------------------------------------------------------------------
--- cancel: a message that is not delivered any more
+-- cancel: a message that is no longer delivered
 -- ---------------------------------------------------------------------------
 
 -- A cancelled message of the retry queue is deleted, and one that a batch has gets its
@@ -8,7 +8,7 @@
 -- for whom the message ends; 0: for all, later ones too.  The row is appended to the current
 -- table, so it is there as long as the message.
 --
--- Deliveries do not search for such rows, but for one case: a consumer that has the
+-- Deliveries search for such rows in one case only: a consumer that has the
 -- message ahead of it is treated as if it had been moved back from a tick after the message
 -- (pos_high).  Until it has passed that tick, its deliveries are not ordinary, and
 -- _must_choose() makes them choose.
@@ -195,7 +195,7 @@ begin
 end
 $$;
 comment on function pgque.cancel(text, bigint, text, pgque.caller) is
-  'Cancels a message: it is not delivered any more to this consumer; without consumer_name to none, later ones included. Returns the state in which it was '
+  'Cancels a message: it is no longer delivered to this consumer; without consumer_name to none, later ones included. Returns the state in which it was '
   'found, in the words of list_messages(): processing, retry, pending, delayed, expired, dead, failed or archived (with several consumers the first of these that '
   'applies), else cancelled (before), or done if no consumer has it. A delayed message is deleted: a second call does not find it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
   'this message ends: extend() counts one less, and the worker''s outcome for it has the reason cancelled. '

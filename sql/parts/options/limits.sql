@@ -4,8 +4,8 @@
 
 -- The rest of the engine handles limits in these places:
 --   * Sending asks _room(); the sinks too, and the forwarding of dead letters.
---   * What lets the depth grow otherwise calls _depth_grows(): subscribe(), moves of a
---     consumer, and dlq_requeue().
+--   * Calls that let the depth grow without a send call _depth_grows(): subscribe(), moves
+--     of a consumer, and dlq_requeue().
 --   * _begin_delivery(), with which a delivery begins, asks _limit_unused_since(), and
 --     _store_delivery() adds what was delivered (pos_paid).
 --   * health() and purge() ask _depth().

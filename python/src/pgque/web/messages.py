@@ -125,7 +125,7 @@ def ask_cancel(page: Page) -> Response:
         queue=name,
         title=f"Cancel message {number}?",
         facts=states,
-        text="It is not delivered to any consumer any more. If a worker has it, its handler runs on, and the"
+        text="It is no longer delivered to any consumer. If a worker has it, its handler runs on, and the"
         " outcome does not count. Streams and others who read by offsets still see it. It cannot be undone.",
         action="/message/cancel",
         fields=[("queue", name), ("id", number)],
