@@ -10,13 +10,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from .errors import PgqueBadArgument, PgqueError
 
 if TYPE_CHECKING:
-    from ._processes import ProcessWorker
+    from ._runtime import Runtime
+    from ._runtime_async import AsyncRuntime
     from ._stopper import AsyncStopper, Stopper
+    from .workers import Worker
 
 T = TypeVar("T")
 
@@ -213,20 +215,16 @@ def check_until_idle(worker: object, until_idle: bool) -> None:
         )
 
 
-def run_worker(
-    worker_class: Callable[..., ProcessWorker], worker: ProcessWorker, work: Callable[[], object]
-) -> None:
-    """Run `work` in this process, or a worker of the class in each of several processes."""
-    if worker.use == "processes":
+def run_worker(worker: Runtime, work: Callable[[], object]) -> None:
+    """Run `work` in this process, or copies of a worker in several processes."""
+    if getattr(worker, "use", None) == "processes":
         from ._processes import supervise  # loads multiprocessing, which other workers do not need
 
-        supervise(worker_class, worker)
+        supervise(cast("Worker", worker))
     else:
         work()
 
 
-async def run_worker_async(
-    worker_class: Callable[..., object], worker: object, work: Callable[[], Awaitable[object]]
-) -> None:
+async def run_worker_async(worker: AsyncRuntime, work: Callable[[], Awaitable[object]]) -> None:
     """Run `work` in this process: tasks have no other place."""
     await work()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 from . import _payloads
@@ -161,14 +159,6 @@ def _check_arguments(handler: Callable[..., object], count: int) -> None:
         raise TypeError(f"{_name(handler)} is called with {given}: {error}") from error
 
 
-def call(handler: Callable[..., object], *args: object) -> object:
-    """Call a handler and return its outcome; see `invoke`.
-
-    Context variables that the handler sets are gone afterwards.
-    """
-    return copy_context().run(invoke, handler, *args)
-
-
 def invoke(handler: Callable[..., object], *args: object) -> object:
     """Call a handler and return its outcome. Raises TypeError for an awaitable: nothing was done yet."""
     outcome = handler(*args)
@@ -191,22 +181,6 @@ def call_async(handler: Callable[..., object], *args: object) -> Awaitable[objec
             f" {type(outcome).__name__}, which cannot be awaited"
         )
     return outcome
-
-
-async def call_in_task(handler: Callable[..., object], *args: object) -> object:
-    """Call a handler in a task of its own and return its outcome; see `call_async`."""
-    result, exit_error = await asyncio.create_task(_result(handler, *args))
-    if exit_error is not None:
-        raise exit_error
-    return result
-
-
-async def _result(handler: Callable[..., object], *args: object) -> tuple[object, BaseException | None]:
-    try:
-        return await call_async(handler, *args), None
-    except (KeyboardInterrupt, SystemExit) as error:
-        # One that leaves a task ends the whole loop.
-        return None, error
 
 
 def _name(handler: object) -> str:

@@ -12,19 +12,17 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from . import _otel, _prometheus
-from ._handlers import Handlers
-from ._json import Encoder
-from ._liveness import Liveness, is_fresh
-from ._middleware import Middleware, Moment
-from ._payloads import BadPayload, Decoder
+from ._liveness import is_fresh
+from ._middleware import Moment
 from ._recurring import Recurring
-from ._sources import Priority
 from ._stopper import Stopper
 from .errors import PgqueError
-from .types import Message, Seconds
+
+if TYPE_CHECKING:
+    from .workers import Worker
 
 log = logging.getLogger("pgque.worker")
 
@@ -41,102 +39,10 @@ _KILL_MARGIN = 5.0
 _SIGNAL_CHECK = 0.1
 
 
-class ConfiguredWorker(Protocol):
-    """A worker with the settings that a copy of it gets."""
-
-    dsn: str
-    queues: dict[str, float]
-    priority: Priority
-    consumer: str
-    concurrency: int
-    prefetch: int
-    max_bytes: int | None
-    min_interval: float
-    visibility_timeout: Seconds
-    retry_after: Seconds | None
-    archive: bool
-    unknown_handler_policy: Literal["nack", "ack"]
-    worker: str
-    shutdown_timeout: float
-    handler_timeout: Seconds | None
-    encoder: Encoder | None
-    decoder: Decoder | None
-    bad_payload: BadPayload
-    command_timeout: float | None
-
-
-class ProcessWorker(ConfiguredWorker, Protocol):
-    """A worker that can run in several processes."""
-
-    use: Literal["threads", "processes"]
-    liveness_file: str | os.PathLike[str] | None
-    _liveness: Liveness
-    _handlers: Handlers[Callable[[Message], object]]
-    _middleware: Middleware
-    _recurring: list[Recurring]
-    _stopper: Stopper
-
-    def run(self) -> None:
-        """Work until `stop()`."""
-
-    def stop(self) -> None:
-        """Make `run` return."""
-
-
-class _Settings(TypedDict):
-    queue: None
-    queues: Mapping[str, float]
-    priority: Priority
-    consumer: str
-    prefetch: int
-    max_bytes: int | None
-    min_interval: float
-    visibility_timeout: Seconds
-    retry_after: Seconds | None
-    archive: bool
-    unknown_handler_policy: str
-    worker: str
-    shutdown_timeout: float
-    handler_timeout: Seconds | None
-    encoder: Encoder | None
-    decoder: Decoder | None
-    bad_payload: BadPayload
-    command_timeout: float | None
-    liveness_file: Path | None
-
-
-def settings_of(worker: ConfiguredWorker) -> _Settings:
-    """Return the settings of a worker, but for those that say where its handlers run."""
-    return _Settings(
-        queue=None,
-        queues=worker.queues,
-        priority=worker.priority,
-        consumer=worker.consumer,
-        prefetch=worker.prefetch,
-        max_bytes=worker.max_bytes,
-        min_interval=worker.min_interval,
-        visibility_timeout=worker.visibility_timeout,
-        retry_after=worker.retry_after,
-        archive=worker.archive,
-        unknown_handler_policy=worker.unknown_handler_policy,
-        worker=worker.worker,
-        shutdown_timeout=worker.shutdown_timeout,
-        handler_timeout=worker.handler_timeout,
-        encoder=worker.encoder,
-        decoder=worker.decoder,
-        bad_payload=worker.bad_payload,
-        command_timeout=worker.command_timeout,
-        liveness_file=None,
-    )
-
-
 class _Place:
     """One of the places for a process, and the process in it."""
 
-    def __init__(
-        self, worker_class: Callable[..., ProcessWorker], worker: ProcessWorker, number: int
-    ) -> None:
-        self._worker_class = worker_class
+    def __init__(self, worker: Worker, number: int) -> None:
         self._worker = worker
         self._number = number
         self._started_at = float("-inf")
@@ -151,7 +57,7 @@ class _Place:
         if self.process is not None or time.monotonic() - self._started_at < _RESTART_INTERVAL:
             return
         worker = self._worker
-        settings = settings_of(worker)
+        settings = worker._settings()
         settings["worker"] = f"{worker.worker}-{self._number}"
         settings["liveness_file"] = self.liveness_file
         context = multiprocessing.get_context("spawn")
@@ -159,7 +65,6 @@ class _Place:
         self.process = context.Process(
             target=_run,
             args=(
-                self._worker_class,
                 worker.dsn,
                 settings,
                 worker._handlers.by_type,
@@ -199,8 +104,8 @@ class _Place:
         return error
 
 
-def supervise(worker_class: Callable[..., ProcessWorker], worker: ProcessWorker) -> None:
-    """Run `concurrency` processes with a worker of the class in each, until `worker` is stopped.
+def supervise(worker: Worker) -> None:
+    """Run `concurrency` processes with a copy of a worker in each, until that is stopped.
 
     Raises TypeError for handlers that a process cannot import, and the PgqueError that ended a process.
     """
@@ -211,7 +116,7 @@ def supervise(worker_class: Callable[..., ProcessWorker], worker: ProcessWorker)
             f"handlers, hooks, encoder and decoder in processes must be functions of a module: {error}"
         ) from error
     stopper = worker._stopper
-    places = [_Place(worker_class, worker, number) for number in range(1, worker.concurrency + 1)]
+    places = [_Place(worker, number) for number in range(1, worker.concurrency + 1)]
     failed: PgqueError | None = None
     try:
         while not stopper.is_set() and failed is None:
@@ -258,10 +163,9 @@ def _end(processes: list[BaseProcess], shutdown_timeout: float, stopper: Stopper
 
 
 def _run(
-    worker_class: Callable[..., ProcessWorker],
     dsn: str,
-    settings: Mapping[str, object],
-    handlers: Mapping[str, Callable[[Message], object]],
+    settings: Mapping[str, Any],
+    handlers: Mapping[str, Callable[..., object]],
     hooks: Mapping[Moment, list[Callable[..., object]]],
     recurring: list[Recurring],
     with_opentelemetry: bool,
@@ -273,7 +177,9 @@ def _run(
         _otel.enable_opentelemetry()
     if with_prometheus:
         _prometheus.enable_prometheus()
-    worker = worker_class(dsn, concurrency=1, **settings)
+    from .workers import Worker
+
+    worker = Worker(dsn, concurrency=1, **settings)
     for type_, handler in handlers.items():
         worker._handlers.register(type_)(handler)
     worker._middleware.add_all(hooks)
@@ -285,7 +191,7 @@ def _run(
         errors.send(error)
 
 
-def _stop_without_parent(worker: ProcessWorker) -> None:
+def _stop_without_parent(worker: Worker) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
