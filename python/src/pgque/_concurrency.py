@@ -31,11 +31,15 @@ AsyncLock = asyncio.Lock
 
 
 class ThreadPool(Generic[T]):
-    """Run `work` on items in threads, so many at a time."""
+    """Run `work` on items in threads, so many at a time.
+
+    A thread starts with the context in which the pool was made.
+    """
 
     def __init__(self, size: int, work: Callable[[T], object]) -> None:
         self._work = work
         self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._context = copy_context()
         self.is_closing = False
         self._threads: set[threading.Thread] = set()
         for _ in range(size):
@@ -43,7 +47,7 @@ class ThreadPool(Generic[T]):
 
     def _start(self) -> None:
         # A daemon: a handler that outlives the end must not keep the process up.
-        thread = threading.Thread(target=self._run, daemon=True)
+        thread = threading.Thread(target=self._context.copy().run, args=(self._run,), daemon=True)
         self._threads.add(thread)
         thread.start()
 

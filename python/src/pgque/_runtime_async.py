@@ -187,7 +187,7 @@ class AsyncRuntime:
         # Written by the threads or tasks that run handlers, read by the session only. None needs no report.
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
         # The items that run. One that ran for too long is taken out by the session.
-        self._running: dict[tuple[int, int], Running] = {}
+        self._running: set[Running] = set()
         self._catch_signals = True
         self._until_idle = False  # whether `run` ends when nothing is left to be done
         self._is_idle = False
@@ -564,7 +564,9 @@ class AsyncRuntime:
     def _items(self, batch: Batch[Message], received: Sequence[Message]) -> list[Item]:
         """Return what the threads or tasks of the pool take: single messages, or equal parts of the batch,
         each of which has a transaction."""
-        size = -(-len(received) // self.concurrency) if self.transactional else 1
+        if not self.transactional:
+            return [Item(batch, (message,)) for message in received]
+        size = -(-len(received) // self.concurrency)
         return [Item(batch, received[i : i + size]) for i in range(0, len(received), size)]
 
     def _forget_finished(self) -> None:
@@ -622,7 +624,7 @@ class AsyncRuntime:
 
     def _give_up_running(self) -> None:
         """End the transactions of handlers that run, since their messages are handled elsewhere."""
-        for running in list(self._running.values()):
+        for running in list(self._running):
             if self.transactional and self._claim(running):
                 running.is_over = True
 
@@ -632,7 +634,7 @@ class AsyncRuntime:
         limit = _LONG * self._lease_seconds
         if self.handler_timeout is not None:
             limit = _encode.total_seconds(self.handler_timeout)
-        for running in list(self._running.values()):
+        for running in list(self._running):
             message = running.message
             seconds = time.monotonic() - running.since
             if seconds <= limit or running.is_logged:
@@ -702,16 +704,20 @@ class AsyncRuntime:
 
     def _start(self, item: Item) -> Running:
         running = Running(item, self._pool.place(), item.messages[0])
-        self._running[_key(running)] = running
+        self._running.add(running)
         return running
 
     def _claim(self, running: Running) -> bool:
         """Take a running item, whose outcome counts for whoever takes it: its thread or task, or the session,
         which rejects what runs for too long."""
-        return self._running.pop(_key(running), None) is not None
+        try:
+            self._running.remove(running)
+        except KeyError:
+            return False
+        return True
 
     def _is_ending(self, running: Running) -> bool:
-        return self._pool.is_closing or _key(running) not in self._running
+        return self._pool.is_closing or running not in self._running
 
     async def _handle(self, item: Item) -> None:
         """Run the handler of one message, in a thread or a task of the pool."""
@@ -743,7 +749,8 @@ class AsyncRuntime:
         finally:
             if running is None or self._claim(running):  # else it was rejected
                 _telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
-                self._note_finished(batch, {message.msg_id: outcome})
+                self._finished.append((batch, message.msg_id, outcome))
+                self._wake_if_due()
 
     async def _handle_together(self, item: Item) -> None:
         """Run the handlers of messages that share a transaction, in a thread or a task of the pool."""
@@ -771,13 +778,13 @@ class AsyncRuntime:
                     if (outcome := outcomes.get(message.msg_id)) is not None:
                         _telemetry.note_outcome(message, self.consumer, outcome.action)
                 self._pool.put(again)
-                self._note_finished(batch, outcomes)
+                for msg_id, outcome in outcomes.items():
+                    self._finished.append((batch, msg_id, outcome))
+                self._wake_if_due()
                 if again:
                     self._stopper.wake()  # to release them after a stop
 
-    def _note_finished(self, batch: Batch[Message], outcomes: Outcomes) -> None:
-        for msg_id, outcome in outcomes.items():
-            self._finished.append((batch, msg_id, outcome))
+    def _wake_if_due(self) -> None:
         if len(self._finished) >= self._wake_at:
             self._wake_at = _NEVER
             self._stopper.wake()
@@ -819,7 +826,3 @@ class AsyncRuntime:
         )
         self._log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
         return _batches.failure_outcome(error, _encode.interval(self.retry_after), is_dead)
-
-
-def _key(running: Running) -> tuple[int, int]:
-    return running.item.batch.batch_id, running.item.messages[0].msg_id
