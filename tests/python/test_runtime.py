@@ -220,6 +220,87 @@ def test_an_option_that_cannot_apply_is_refused_with_its_reason(
         made(queue="q", consumer="c", unknown=1)
 
 
+# -- retries by class of error ------------------------------------------------
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@both
+def test_errors_are_retried_or_given_up_by_their_class(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, kind: Kind, transactional: bool
+) -> None:
+    worker = kind(dsn, queue=subscribed, consumer="c", retry_after=600, transactional=transactional)
+    errors: dict[str | None, BaseException] = {
+        "listed": ConnectionResetError(),
+        "more special": ConnectionAbortedError(),
+        "not listed": KeyError(),
+        "exit": SystemExit(1),
+        "outcome": pgque.Retry(),
+    }
+
+    @worker.handler("*", retry_on=OSError, dead_on=[ConnectionAbortedError, ValueError])
+    def handle(message: pgque.Message, own: object = None) -> None:
+        raise errors[message.payload]
+
+    @worker.handler("default", dead_on=ValueError)
+    def handle_default(message: pgque.Message, own: object = None) -> None:
+        raise errors[message.payload]
+
+    client.send(subscribed, "not listed", type="default")
+    _send(client, subscribed, tick, *map(str, errors))
+    worker.run(until_idle=True)
+    found = {(message.type, message.payload): message.status for message in client.list_messages(subscribed)}
+    assert found == {
+        ("default", "not listed"): "retry",
+        ("t", "listed"): "retry",
+        ("t", "more special"): "dead",
+        ("t", "not listed"): "dead",
+        ("t", "exit"): "retry",
+        ("t", "outcome"): "retry",
+    }
+
+
+@both
+def test_each_retry_has_its_pause_and_the_last_pause_is_that_of_all_further_ones(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, kind: Kind
+) -> None:
+    worker = kind(dsn, queue=subscribed, consumer="c", retry_after=5)
+
+    @worker.handler("*", backoff=(600, 6000))
+    def handle(message: pgque.Message) -> object:
+        if message.payload == "raises":
+            raise RuntimeError("no")
+        return pgque.Retry()
+
+    pauses: dict[str | None, list[float]] = {"raises": [], "returns": []}
+    _send(client, subscribed, tick, "raises", "returns")
+    for _ in range(3):
+        worker.run(until_idle=True)
+        [now] = client.conn.execute("select now()").fetchone() or []
+        for message in client.list_messages(subscribed, "retry"):
+            assert message.available_at is not None
+            pauses[message.payload].append(round((message.available_at - now).total_seconds(), -2))
+        client.retry_now(subscribed, "c")
+        client.maint()
+        tick(subscribed)
+    assert pauses == {"raises": [600, 6000, 6000], "returns": [600, 6000, 6000]}
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"retry_on": "ConnectionError"}, TypeError),
+        ({"dead_on": [int]}, TypeError),
+        ({"backoff": -1}, pgque.PgqueBadArgument),
+        ({"backoff": ()}, pgque.PgqueBadArgument),
+    ],
+)
+def test_what_is_no_class_of_errors_and_no_pause_is_refused(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=next(iter(options))):
+        pgque.Worker(queue="q", consumer="c").handler("t", **options)
+
+
 # -- transactions ------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from . import _payloads
+from ._retries import DEFAULT, Retries
 from .errors import PgqueBadArgument
 from .types import Message
 
@@ -49,13 +50,21 @@ class Handlers(Generic[F]):
         self._logged: set[str | None] = set()
         self._by_type: dict[str, F] = {}
         self._calls: dict[str, F] = {}  # the same, with what each handler asks for by annotation
+        self._retries: dict[str, Retries] = {}  # of those that were registered with some
 
     @property
     def by_type(self) -> Mapping[str, F]:
         """Return the handlers by message type."""
         return self._by_type
 
-    def register(self, type: object, then: Callable[[], object] | None = None) -> Callable[[H], H]:
+    @property
+    def retries_by_type(self) -> Mapping[str, Retries]:
+        """Return what becomes of failed messages, by message type."""
+        return self._retries
+
+    def register(
+        self, type: object, then: Callable[[], object] | None = None, retries: Retries = DEFAULT
+    ) -> Callable[[H], H]:
         """Return a decorator that registers the handler of a message type, and then calls `then`.
 
         The decorator must be called by the code that names the handler, since it reads the local names of its
@@ -81,6 +90,7 @@ class Handlers(Generic[F]):
             namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
             self._calls[type] = _payloads.with_model(handler, namespace, _name(handler))  # type: ignore[assignment]
             self._by_type[type] = handler  # type: ignore[assignment]
+            self._retries[type] = retries
             if then is not None:
                 then()
             return handler
@@ -91,6 +101,7 @@ class Handlers(Generic[F]):
         """Register the handlers of another worker, with what they ask for by annotation."""
         self._by_type.update(others._by_type)
         self._calls.update(others._calls)
+        self._retries.update(others._retries)
 
     def check_any(self, policy: str) -> None:
         """Raise PgqueBadArgument without a single handler: each message would fail until it is a dead
@@ -107,6 +118,10 @@ class Handlers(Generic[F]):
         It takes a message, whatever its annotation asks for.
         """
         return self._calls.get(message.type or "", self._calls.get("*"))
+
+    def retries(self, message: Message) -> Retries:
+        """Return what becomes of a message whose handler failed."""
+        return self._retries.get(message.type or "", self._retries.get("*", DEFAULT))
 
     def reject_reason(self, message: Message, policy: str) -> str | None:
         """Return the reason to reject a message that has no handler, or None to acknowledge it.

@@ -39,6 +39,8 @@ class LeftBatch:
 
     def outcome(self, received: Sequence[Message], retry_after: timedelta | None) -> MessageOutcome | None:
         """Return the outcome of a batch that was received, or None if it is to be handled."""
+        if self._batch_id is None:
+            return None
         if not received or received[0].receive_count == 1:
             self._alone.clear()  # due retries come first: those that did not come have expired, say
         self._alone.difference_update(message.msg_id for message in received)

@@ -18,6 +18,7 @@ from . import _otel, _prometheus
 from ._liveness import is_fresh
 from ._middleware import Moment
 from ._recurring import Recurring
+from ._retries import Retries
 from ._stopper import Stopper
 from .errors import PgqueError
 
@@ -68,6 +69,7 @@ class _Place:
                 worker.dsn,
                 settings,
                 worker._handlers.by_type,
+                worker._handlers.retries_by_type,
                 worker._middleware.hooks,
                 worker._recurring,
                 _otel.is_enabled(),
@@ -110,7 +112,15 @@ def supervise(worker: Worker) -> None:
     Raises TypeError for handlers that a process cannot import, and the PgqueError that ended a process.
     """
     try:
-        pickle.dumps((worker._handlers.by_type, worker._middleware.hooks, worker.encoder, worker.decoder))
+        pickle.dumps(
+            (
+                worker._handlers.by_type,
+                worker._handlers.retries_by_type,
+                worker._middleware.hooks,
+                worker.encoder,
+                worker.decoder,
+            )
+        )
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"handlers, hooks, encoder and decoder in processes must be functions of a module: {error}"
@@ -166,6 +176,7 @@ def _run(
     dsn: str,
     settings: Mapping[str, Any],
     handlers: Mapping[str, Callable[..., object]],
+    retries: Mapping[str, Retries],
     hooks: Mapping[Moment, list[Callable[..., object]]],
     recurring: list[Recurring],
     with_opentelemetry: bool,
@@ -181,7 +192,7 @@ def _run(
 
     worker = Worker(dsn, concurrency=1, **settings)
     for type_, handler in handlers.items():
-        worker._handlers.register(type_)(handler)
+        worker._handlers.register(type_, retries=retries[type_])(handler)
     worker._middleware.add_all(hooks)
     worker._recurring.extend(recurring)
     threading.Thread(target=_stop_without_parent, args=(worker,), daemon=True).start()

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -39,6 +40,7 @@ from ._options import settings_of
 from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
 from ._recurring import Recurring, recurring_queue
+from ._retries import ErrorClasses, retries
 from ._sources import Priority, Source, Sources, check_weights
 from ._stopper import GRACE, Stopper, HandlerInterrupted
 from ._transactional import Transactions, Outcomes
@@ -225,11 +227,30 @@ class Runtime:
 
     # -- handlers ------------------------------------------------------------
 
-    def handler(self, type: str) -> Callable[[H], H]:
+    def handler(
+        self,
+        type: str,
+        *,
+        retry_on: ErrorClasses | None = None,
+        dead_on: ErrorClasses = (),
+        backoff: Seconds | Sequence[Seconds] | None = None,
+    ) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
-        one. Its annotation may ask for a Message[Model] or a Model. It is read here, and may be text. Raises
-        TypeError for an object that cannot be a handler, and for an annotation that cannot be validated."""
-        return self._handlers.register(type)
+        one. Its annotation may ask for a Message[Model] or a Model. It is read here, and may be text.
+
+        Args:
+            type: the message type.
+            retry_on: errors after which the message is redelivered, until `max_retries` of the queue are used
+                up; it is given up after all others. None is all errors.
+            dead_on: errors after which the message is given up at once, also if `retry_on` has a base class
+                of theirs.
+            backoff: seconds before the first retry, the second, and so on; the last is for all further ones,
+                and one number for all. It also counts for `Retry()`. None is `retry_after` of the worker.
+
+        Raises TypeError for an object that cannot be a handler, an annotation that cannot be validated, and
+        what is no class of errors; PgqueBadArgument for a pause below 0 or over ten years.
+        """
+        return self._handlers.register(type, retries=retries(retry_on, dead_on, backoff))
 
     def every(
         self,
@@ -652,7 +673,9 @@ class Runtime:
                 running.is_over = True
                 batch = running.item.batch
                 self._log.error("%s ran longer than %g s: the message is rejected", where, limit)
-                outcome = self._rejection(f"the handler ran longer than {limit:g} s (handler_timeout)")
+                outcome = self._rejection(
+                    message, f"the handler ran longer than {limit:g} s (handler_timeout)"
+                )
                 self._finished.append((batch, message.msg_id, outcome))
                 _telemetry.note_outcome(message, self.consumer, outcome.action)
                 self._pool.abandon(running.place)
@@ -666,6 +689,7 @@ class Runtime:
             batch, msg_id, outcome = self._finished.popleft()
             if outcome is None:
                 batch.forget(msg_id)
+                self._sources.wake(batch.queue)  # as in `_step`
             else:
                 batch.record([msg_id], outcome)
             if batch.unfinished == 0 and self._is_shared:
@@ -738,9 +762,9 @@ class Runtime:
                 running = self._start(item)
                 with _telemetry.handling(message, self.consumer):
                     returned = self._middleware.call(handler, message)
-                outcome = self._outcome(returned)
+                outcome = self._outcome(message, returned)
         except HandlerOutcome as raised:
-            outcome = self._outcome(raised)
+            outcome = self._outcome(message, raised)
         except (Exception, SystemExit) as error:
             outcome = self._failed(message, error)
         except BaseException as error:
@@ -803,27 +827,37 @@ class Runtime:
     def _find(self, message: Message) -> Callable[..., object] | None:
         return self._handlers.find(message)
 
-    def _rejection(self, reason: str | None) -> MessageOutcome:
-        return MessageOutcome("nack", _encode.interval(self.retry_after), reason)
+    def _after(self, message: Message) -> timedelta | None:
+        """Return when a message is redelivered that is rejected; None is as the queue says."""
+        own = self._handlers.retries(message).after(message)
+        return _encode.interval(self.retry_after) if own is None else own
+
+    def _rejection(self, message: Message, reason: str | None) -> MessageOutcome:
+        return MessageOutcome("nack", self._after(message), reason)
 
     def _unhandled(self, message: Message) -> MessageOutcome:
         reason = self._handlers.reject_reason(message, self.unknown_handler_policy)
-        return ACK if reason is None else self._rejection(reason)
+        return ACK if reason is None else self._rejection(message, reason)
 
-    def _outcome(self, returned: object) -> MessageOutcome:
+    def _outcome(self, message: Message, returned: object) -> MessageOutcome:
         success = ARCHIVE if self.archive else ACK
-        return _batches.outcome_of(returned, success, _encode.interval(self.retry_after))
+        return success if returned is None else _batches.outcome_of(returned, success, self._after(message))
 
     def _outcome_of_error(self, message: Message, error: BaseException) -> MessageOutcome:
-        return self._outcome(error) if isinstance(error, HandlerOutcome) else self._failed(message, error)
+        if isinstance(error, HandlerOutcome):
+            return self._outcome(message, error)
+        return self._failed(message, error)
 
     def _failed(self, message: Message, error: BaseException) -> MessageOutcome:
         source = self._sources.of(message.queue)
         settings = QueueSettings(message.queue or self.queue) if source is None else source.settings
         is_bad = isinstance(error, PgquePayloadError)
-        is_dead = is_bad and self.bad_payload == "dead"
-        text = settings.failure_text(
-            message, self.consumer, error, self.retry_after, self._is_shared, is_dead
-        )
+        given_up_for: str | None = None
+        if is_bad and self.bad_payload == "dead":
+            given_up_for = "a bad payload"
+        elif self._handlers.retries(message).gives_up(error):
+            given_up_for = f"this class of errors (handler of {message.type!r})"
+        after = self._after(message)
+        text = settings.failure_text(message, self.consumer, error, after, self._is_shared, given_up_for)
         self._log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
-        return _batches.failure_outcome(error, _encode.interval(self.retry_after), is_dead)
+        return _batches.failure_outcome(error, after, given_up_for is not None)

@@ -30,9 +30,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class HandlerInterrupted(KeyboardInterrupt):
-    """End what still runs half a second after SIGTERM or SIGINT: a handler, or a wait for the database.
+    """End a wait for the database that still runs half a second after SIGTERM or SIGINT, and a handler that
+    blocks the event loop at a second signal.
 
-    The batch comes again. A KeyboardInterrupt, so that psycopg cancels the statement that it waits for.
+    A KeyboardInterrupt, so that psycopg cancels the statement that it waits for.
     """
 
 

@@ -74,13 +74,13 @@ class Owner(Protocol):
     def _unhandled(self, message: Message) -> MessageOutcome:
         """Return the outcome of a message without a handler."""
 
-    def _outcome(self, returned: object) -> MessageOutcome:
+    def _outcome(self, message: Message, returned: object) -> MessageOutcome:
         """Return the outcome of a message from what its handler returned."""
 
     def _outcome_of_error(self, message: Message, error: BaseException) -> MessageOutcome:
         """Return the outcome of a message whose handler raised."""
 
-    def _rejection(self, reason: str) -> MessageOutcome:
+    def _rejection(self, message: Message, reason: str) -> MessageOutcome:
         """Return the outcome of a message that is rejected for a reason."""
 
     def _is_ending(self, running: Running) -> bool:
@@ -245,7 +245,8 @@ class AsyncTransactions:
             # Deferred triggers are the handler's own work, as its statements are.
             with within(conn, None), owner._stopper.stop_deadline(conn, allowed):
                 try:
-                    outcome = owner._outcome(await owner._middleware.call_async(handler, message, conn))
+                    returned = await owner._middleware.call_async(handler, message, conn)
+                    outcome = owner._outcome(message, returned)
                 finally:
                     # The next statement would wait for ever, also the rollback to the savepoint.
                     is_busy = _is_busy(conn)
@@ -298,7 +299,7 @@ class AsyncTransactions:
         if len(item.messages) == 1:
             [message] = item.messages
             if item.was_lost:
-                return _Redo({message.msg_id: self._owner._rejection(reason)}, ())
+                return _Redo({message.msg_id: self._owner._rejection(message, reason)}, ())
         return _Redo({}, [Item(item.batch, [each], each is message) for each in item.messages])
 
     def _after_refusal(self, item: Item, refused: Sequence[Refused]) -> Outcomes:
