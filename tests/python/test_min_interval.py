@@ -18,7 +18,6 @@ import psycopg
 import pytest
 
 import pgque
-from pgque import _processes
 from support import threads
 
 Tick = Callable[[str], int | None]
@@ -256,11 +255,6 @@ def test_what_is_no_length_of_a_pause_is_refused(cls: Any, wrong: object) -> Non
 @pytest.mark.parametrize("cls", CLASSES)
 def test_without_it_there_is_no_pause(cls: Any) -> None:
     assert inspect.signature(cls).parameters["min_interval"].default == 0
-
-
-def test_workers_in_processes_get_all_settings_of_the_worker() -> None:
-    parameters = set(inspect.signature(pgque.Worker).parameters) - {"dsn", "concurrency", "use"}
-    assert set(_processes._Settings.__annotations__) == parameters
 
 
 @pytest.mark.parametrize("kind", ["worker", "async worker"], indirect=True)

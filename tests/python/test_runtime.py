@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +222,43 @@ def test_an_option_that_cannot_apply_is_refused_with_its_reason(
         made(queue="q", consumer="c", unknown=1)
 
 
+_OPTIONS: dict[str, Any] = {
+    "queues": {"q": 2.0, "r": 1.0},
+    "priority": "strict",
+    "consumer": "c",
+    "prefetch": 9,
+    "max_bytes": 8,
+    "min_interval": 7,
+    "poll_interval": 6,
+    "retry_after": 5,
+    "archive": True,
+    "transactional": True,
+    "unknown_handler_policy": "ack",
+    "shutdown_timeout": 4,
+    "handler_timeout": 3,
+    "bad_payload": "retry",
+    "encoder": str,
+    "decoder": bytes.decode,
+    "command_timeout": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        (pgque.Worker, {"visibility_timeout": 1, "worker": "w"}),
+        (pgque.Consumer, {"subconsumer": "s", "dead_interval": 1}),
+    ],
+)
+def test_the_copy_that_a_process_or_a_test_gets_has_all_settings(kind: Kind, own: dict[str, Any]) -> None:
+    parameters = inspect.signature(kind).parameters.values()
+    names = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    where_it_runs = {"queue", "name", "use", "concurrency", "max_messages", "liveness_file"}
+    assert names - where_it_runs == _OPTIONS.keys() | own.keys()
+    copy: Any = kind(**kind(**_OPTIONS, **own)._settings())
+    assert {name: getattr(copy, name) for name in names - where_it_runs} == {**_OPTIONS, **own}
+
+
 # -- retries by class of error ------------------------------------------------
 
 
@@ -275,7 +314,7 @@ def test_each_retry_has_its_pause_and_the_last_pause_is_that_of_all_further_ones
     _send(client, subscribed, tick, "raises", "returns")
     for _ in range(3):
         worker.run(until_idle=True)
-        [now] = client.conn.execute("select now()").fetchone() or []
+        now = datetime.now(timezone.utc)
         for message in client.list_messages(subscribed, "retry"):
             assert message.available_at is not None
             pauses[message.payload].append(round((message.available_at - now).total_seconds(), -2))

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from .errors import PgqueBadArgument, PgqueError
 
 if TYPE_CHECKING:
-    from ._runtime import Runtime
-    from ._runtime_async import AsyncRuntime
+    from ._processes import ProcessWorker
     from ._stopper import AsyncStopper, Stopper
-    from .workers import Worker
 
 T = TypeVar("T")
 
@@ -219,16 +217,16 @@ def check_until_idle(worker: object, until_idle: bool) -> None:
         )
 
 
-def run_worker(worker: Runtime, work: Callable[[], object]) -> None:
+def run_worker(worker: object, work: Callable[[], object]) -> None:
     """Run `work` in this process, or copies of a worker in several processes."""
     if getattr(worker, "use", None) == "processes":
         from ._processes import supervise  # loads multiprocessing, which other workers do not need
 
-        supervise(cast("Worker", worker))
+        supervise(cast("ProcessWorker", worker))
     else:
         work()
 
 
-async def run_worker_async(worker: AsyncRuntime, work: Callable[[], Awaitable[object]]) -> None:
+async def run_worker_async(worker: object, work: Callable[[], Awaitable[object]]) -> None:
     """Run `work` in this process: tasks have no other place."""
     await work()

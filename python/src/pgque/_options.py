@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from .errors import PgqueBadArgument
-
-if TYPE_CHECKING:
-    from ._runtime import Runtime
-    from ._runtime_async import AsyncRuntime
 
 # Why an argument cannot apply, and what to do, by class and argument.
 _REFUSED = {
@@ -48,7 +44,13 @@ def refuse(kind: Literal["Worker", "Consumer"], given: Mapping[str, object]) -> 
         raise TypeError(f"{kind} has no argument {name!r}")
 
 
-def settings_of(worker: Runtime | AsyncRuntime, made: Callable[..., object]) -> dict[str, Any]:
+class Configured(Protocol):
+    """A worker or consumer, which has its arguments as attributes."""
+
+    queues: dict[str, float]
+
+
+def settings_of(worker: Configured, made: Callable[..., object]) -> dict[str, Any]:
     """Return the arguments with which a class makes a copy of a worker, but for those that say where it
     runs."""
     return {

@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from . import _otel, _prometheus
-from ._liveness import is_fresh
-from ._middleware import Moment
+from ._handlers import Handlers
+from ._json import Encoder
+from ._liveness import Liveness, is_fresh
+from ._middleware import Middleware, Moment
+from ._payloads import Decoder
 from ._recurring import Recurring
 from ._retries import Retries
 from ._stopper import Stopper
 from .errors import PgqueError
-
-if TYPE_CHECKING:
-    from .workers import Worker
 
 log = logging.getLogger("pgque.worker")
 
@@ -40,10 +40,40 @@ _KILL_MARGIN = 5.0
 _SIGNAL_CHECK = 0.1
 
 
+class ProcessWorker(Protocol):
+    """A worker that can run in several processes."""
+
+    dsn: str
+    concurrency: int
+    worker: str
+    encoder: Encoder | None
+    decoder: Decoder | None
+    shutdown_timeout: float
+    liveness_file: str | os.PathLike[str] | None
+    _liveness: Liveness
+    _handlers: Handlers[Callable[..., object]]
+    _middleware: Middleware
+    _recurring: list[Recurring]
+    _stopper: Stopper
+
+    @property
+    def _made(self) -> Callable[..., ProcessWorker]:
+        """Return the class of the worker."""
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the arguments of a copy."""
+
+    def run(self) -> None:
+        """Work until `stop()`."""
+
+    def stop(self) -> None:
+        """Make `run` return."""
+
+
 class _Place:
     """One of the places for a process, and the process in it."""
 
-    def __init__(self, worker: Worker, number: int) -> None:
+    def __init__(self, worker: ProcessWorker, number: int) -> None:
         self._worker = worker
         self._number = number
         self._started_at = float("-inf")
@@ -66,6 +96,7 @@ class _Place:
         self.process = context.Process(
             target=_run,
             args=(
+                worker._made,
                 worker.dsn,
                 settings,
                 worker._handlers.by_type,
@@ -106,7 +137,7 @@ class _Place:
         return error
 
 
-def supervise(worker: Worker) -> None:
+def supervise(worker: ProcessWorker) -> None:
     """Run `concurrency` processes with a copy of a worker in each, until that is stopped.
 
     Raises TypeError for handlers that a process cannot import, and the PgqueError that ended a process.
@@ -173,6 +204,7 @@ def _end(processes: list[BaseProcess], shutdown_timeout: float, stopper: Stopper
 
 
 def _run(
+    made: Callable[..., ProcessWorker],
     dsn: str,
     settings: Mapping[str, Any],
     handlers: Mapping[str, Callable[..., object]],
@@ -188,9 +220,7 @@ def _run(
         _otel.enable_opentelemetry()
     if with_prometheus:
         _prometheus.enable_prometheus()
-    from .workers import Worker
-
-    worker = Worker(dsn, concurrency=1, **settings)
+    worker = made(dsn, concurrency=1, **settings)
     for type_, handler in handlers.items():
         worker._handlers.register(type_, retries=retries[type_])(handler)
     worker._middleware.add_all(hooks)
@@ -202,7 +232,7 @@ def _run(
         errors.send(error)
 
 
-def _stop_without_parent(worker: Worker) -> None:
+def _stop_without_parent(worker: ProcessWorker) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
