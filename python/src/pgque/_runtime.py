@@ -10,6 +10,7 @@ keep a batch; and where an outcome is committed, in a call of its own or in the 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
@@ -401,7 +402,7 @@ class Runtime:
         running = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
         if self._stopper.is_abandoned and running:
             self._log.warning(
-                "%s ends at the second signal: %s messages are left unfinished, and are redelivered%s",
+                "%s ends at the second signal: %s handlers are left, and their messages are redelivered%s",
                 self._title,
                 running,
                 f" when their lease of {self._lease_seconds:g} s has expired" if self._is_shared else "",
@@ -790,6 +791,7 @@ class Runtime:
                 self._log_expired(batch)
             else:
                 running = self._start(item)
+                running.since = math.inf  # until it has a connection
                 outcomes, again = self._transactions.handle(running)
         except BaseException as error:
             if running is not None and not self._is_ending(running):
