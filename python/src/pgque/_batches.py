@@ -312,9 +312,9 @@ class Running:
     is_over: bool = False  # its outcome does not count any more
     is_reporting: bool = False  # its outcomes are in its transaction
 
-    def others(self) -> list[Message]:
+    def others(self, message: Message) -> list[Message]:
         """Return the other messages of the item."""
-        return [message for message in self.item.messages if message is not self.message]
+        return [each for each in self.item.messages if each is not message]
 
     def note_started(self, message: Message) -> None:
         """Take note that the handler has another message."""

@@ -680,7 +680,7 @@ class Runtime:
                 self._finished.append((batch, message.msg_id, outcome))
                 _telemetry.note_outcome(message, self.consumer, outcome.action)
                 self._pool.abandon(running.place)
-                if others := running.others():  # their transaction is lost
+                if others := running.others(message):  # their transaction is lost
                     self._pool.put([Item(batch, others)])
 
     def _collect(self) -> None:
@@ -797,7 +797,7 @@ class Runtime:
             if running is not None and not self._is_ending(running):
                 failed = running.message
                 outcomes = {failed.msg_id: self._failed(failed, error)}
-                again = [Item(batch, others)] if (others := running.others()) else []
+                again = [Item(batch, others)] if (others := running.others(failed)) else []
             raise
         finally:
             if running is None or running.is_reporting or self._claim(running):  # else it was rejected

@@ -679,7 +679,7 @@ class AsyncRuntime:
                 self._finished.append((batch, message.msg_id, outcome))
                 _telemetry.note_outcome(message, self.consumer, outcome.action)
                 self._pool.abandon(running.place)
-                if others := running.others():  # their transaction is lost
+                if others := running.others(message):  # their transaction is lost
                     self._pool.put([Item(batch, others)])
 
     def _collect(self) -> None:
@@ -796,7 +796,7 @@ class AsyncRuntime:
             if running is not None and not self._is_ending(running):
                 failed = running.message
                 outcomes = {failed.msg_id: self._failed(failed, error)}
-                again = [Item(batch, others)] if (others := running.others()) else []
+                again = [Item(batch, others)] if (others := running.others(failed)) else []
             raise
         finally:
             if running is None or running.is_reporting or self._claim(running):  # else it was rejected

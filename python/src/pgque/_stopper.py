@@ -20,7 +20,8 @@ from psycopg import AsyncConnection, Connection
 
 from ._limit import until
 
-# Seconds after a stop in which a consumer may finish its batch; then the batch is redelivered.
+# Seconds after a stop that a wait for the database has, before a signal interrupts it. A second signal that
+# comes earlier is the same as the first.
 GRACE = 0.5
 
 # Seconds between checks whether something takes too long after a stop.
@@ -66,7 +67,7 @@ class _Stop:
         return time.monotonic() - self._stopped_at if self._stop.is_set() else 0.0
 
     def out_of_time(self) -> bool:
-        """Return whether the time to finish a batch after a stop is over."""
+        """Return whether what waits for the database after a stop may be interrupted."""
         return self.stopped_for() > GRACE
 
     def stop_deadline(

@@ -269,7 +269,8 @@ class Transactions:
     ) -> None:
         """Raise what undoes the whole transaction, where that and not the handler is at fault, or where the
         handler has ended it."""
-        item, message, others = running.item, running.message, running.others()
+        item, message = running.item, running.message
+        others = running.others(message)
         if client.conn.broken:
             self._log(
                 f"the connection was lost while message {message.msg_id} was handled: {described(error)}"
