@@ -562,3 +562,28 @@ def test_what_a_consumer_has_done_is_reported_while_the_rest_of_its_batch_is_han
         wait_until(lambda: set(_states(client, subscribed)) == {"slow", "c"})
         release.set()
         wait_until(lambda: client.list_messages(subscribed) == [])
+
+
+@both
+def test_a_stop_with_nothing_in_hand_waits_for_no_lock(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    connect: Callable[..., Connection],
+    kind: Kind,
+) -> None:
+    options: dict[str, Any] = {"worker": "other"} if kind is pgque.Worker else {}
+    _send(client, subscribed, tick, "x")
+    holder = pgque.PgqueClient(connect(autocommit=False))
+    assert holder.receive(subscribed, "c", **options)  # a delivery locks the consumer
+    worker = kind(f"{dsn} application_name=waits", queue=subscribed, consumer="c")
+    worker.handler("*")(lambda message: None)
+    waiting = "select from pg_stat_activity where application_name = 'waits' and wait_event_type = 'Lock'"
+    with running(worker) as thread:
+        wait_until(lambda: client.conn.execute(waiting).fetchall())
+        worker.stop()
+        thread.join(15)
+        assert not thread.is_alive()
+    holder.conn.rollback()
