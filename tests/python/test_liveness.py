@@ -165,6 +165,7 @@ worker = pgque.Worker(queue={queue!r}, consumer="c")
 other = 1
 alone = pgque.Consumer(queue="{queue}", consumer="c")
 
+@alone.handler("*")
 @worker.handler("*")
 def handle(message):
     print(f"handled {{message.payload}}\\n", end="", flush=True)  # one write: threads print at once
@@ -210,13 +211,14 @@ def test_the_command_runs_the_worker_of_a_module_and_notifies_systemd(
     assert out == b"handled x\n"
 
 
+@pytest.mark.parametrize("name", ["worker", "alone"])
 def test_the_command_ends_when_nothing_is_left_if_asked_to(
-    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, tmp_path: Path, module: str
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, tmp_path: Path, module: str, name: str
 ) -> None:
     client.send_batch(pool, "t", ["a", "b", "c"])
     tick(pool)
     done = subprocess.run(
-        [sys.executable, "-m", "pgque.cli", "work", f"{module}:worker", "--until-idle", "--dsn", dsn],
+        [sys.executable, "-m", "pgque.cli", "work", f"{module}:{name}", "--until-idle", "--dsn", dsn],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -233,7 +235,6 @@ def test_the_command_ends_when_nothing_is_left_if_asked_to(
         ("no_such_module:worker", "no module 'no_such_module'"),
         ("{module}:nothing", "nothing, not a Worker"),
         ("{module}:other", "a int, not a Worker"),
-        ("{module}:alone", "alone.run()"),
     ],
 )
 def test_the_command_refuses_a_name_that_is_no_worker(

@@ -1004,7 +1004,7 @@ def test_annotations_are_found_on_every_kind_of_callable(dsn: str) -> None:
     for handler, result, expected in forms:
         worker = pgque.Worker(dsn, queue="q", consumer="c")
         assert worker.handler("t")(handler) is handler
-        found = worker._handlers.find(message)
+        found: Any = worker._handlers.find(message)
         assert found is not None
         found(message)
         assert result() == expected, handler

@@ -98,6 +98,16 @@ def test_an_async_worker_works_with_and_without_a_running_loop(pgque_queue: Queu
     assert [message.payload for message in pgque_queue.done] == ["a", "b"]
 
 
+def test_a_consumer_works_on_its_queue_as_well(pgque_queue: Queue) -> None:  # noqa: F811
+    consumer = pgque.Consumer(queue="another", consumer="another", transactional=True)
+    consumer.handler("*")(lambda message, conn: conn.execute("create table made ()"))
+    pgque_queue.send("a")
+    pgque_queue.send("b")
+    assert [message.payload for message in pgque_queue.work(consumer)] == ["a", "b"]
+    assert [message.payload for message in pgque_queue.done] == ["a"]
+    assert ["made" in str(message.last_error) for message in pgque_queue.retried] == [True]
+
+
 def test_a_worker_that_does_not_end_is_reported(pgque_queue: Queue) -> None:  # noqa: F811
     release = threading.Event()
     worker = pgque.Worker(queue="another", consumer="another", shutdown_timeout=0.1)

@@ -11,10 +11,10 @@ import secrets
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from . import _encode
 from .errors import PgqueBadArgument, described
@@ -40,6 +40,7 @@ _LOCK_TIMEOUT = (
 # What can be done to all that is left of a batch at once.
 _WHOLE_BATCH_ACTIONS = frozenset({"ack", "archive", "release"})
 _LEASE_LOST = "lost to another worker"
+_BATCH_LOST = "it went to another worker, or its acknowledgement was lost with the connection"
 
 
 class Refused(NamedTuple):
@@ -56,6 +57,11 @@ class MessageOutcome:
     action: Literal["ack", "archive", "nack", "dead", "release"]
     retry_after: timedelta | None = None
     reason: str | None = None
+
+    @property
+    def is_success(self) -> bool:
+        """Return whether the message was handled."""
+        return self.action in ("ack", "archive")
 
     @property
     def redelivers(self) -> bool:
@@ -169,9 +175,13 @@ class Batch(Generic[M]):
 
     def statements(self) -> list[Statement]:
         """Return the statements that report the outcomes; each returns those that the server refused."""
-        groups = self._grouped()
+        return self.statements_for(self._outcomes, self.are_last(self._outcomes))
+
+    def statements_for(self, outcomes: Mapping[int, MessageOutcome], are_last: bool) -> list[Statement]:
+        """Return the statements that report these outcomes; each returns those that the server refused."""
+        groups = _grouped(outcomes)
         statements = []
-        can_be_whole = self.unfinished == 0 and not self._has_released
+        can_be_whole = are_last and not self._has_released
         self._has_released |= any(outcome.action == "release" for outcome in groups)
         # Acks last: where every message has an outcome, one call acks the rest of the batch.
         for outcome in sorted(groups, key=lambda outcome: outcome.action == "ack"):
@@ -182,16 +192,18 @@ class Batch(Generic[M]):
                 statements.append(report(self.batch_id, outcome, groups[outcome]))
         return statements
 
-    def _grouped(self) -> Mapping[MessageOutcome, list[int]]:
-        """Return the ids of the messages with each outcome."""
-        outcomes = iter(self._outcomes.values())
-        first = next(outcomes, None)
-        if first is not None and all(outcome is first for outcome in outcomes):
-            return {first: list(self._outcomes)}
-        groups: dict[MessageOutcome, list[int]] = defaultdict(list)
-        for msg_id, outcome in self._outcomes.items():
-            groups[outcome].append(msg_id)
-        return groups
+    def are_last(self, outcomes: Mapping[int, MessageOutcome]) -> bool:
+        """Return whether no other message of the batch is without a reported outcome."""
+        return len(outcomes) == len(self._unreported)
+
+    def note_last(self) -> None:
+        """Take note that statements for the last outcomes of the batch were committed, in another
+        transaction than those of `statements`."""
+
+    def forget(self, msg_id: int) -> None:
+        """Forget a message that needs no report: others have it, or its handler's transaction reported it."""
+        self._unreported.discard(msg_id)
+        self._outcomes.pop(msg_id, None)
 
     def mark_reported(self) -> None:
         """Forget the outcomes, after the transaction of `statements` was committed."""
@@ -211,8 +223,115 @@ class Batch(Generic[M]):
     def mark_message_reported(self, msg_id: int, outcome: MessageOutcome) -> None:
         """Forget one message, after its outcome was reported."""
         self._has_released |= outcome.action == "release"
-        self._unreported.discard(msg_id)
-        self._outcomes.pop(msg_id, None)
+        self.forget(msg_id)
+
+
+class OwnBatch(Batch[M]):
+    """Keep a batch that no worker shares: it has no lease, and stays open until it is acknowledged.
+
+    Args:
+        messages: the messages of the batch.
+        received_at: as of `Batch`.
+        sign: returns the statement by which a subconsumer shows that it is alive.
+    """
+
+    def __init__(
+        self, messages: Sequence[M], received_at: float, sign: Callable[[float | None], Statement]
+    ) -> None:
+        super().__init__(messages, received_at)
+        self._sign = sign
+        self.is_closed = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the batch was acknowledged."""
+        return self.is_closed
+
+    @property
+    def has_outcomes(self) -> bool:
+        """Return whether there are outcomes to be reported, or the batch is to be closed."""
+        return bool(self._outcomes) or (not self._unreported and not self.is_closed)
+
+    def has_expired(self, visibility_timeout: float) -> bool:
+        """Return False: a report finds out whether another subconsumer has the batch."""
+        return False
+
+    def extension(self, now: float, lock_timeout: float | None = None) -> Statement:
+        """Return the statement by which a subconsumer shows that it is alive."""
+        return self._sign(lock_timeout)
+
+    def note_extended(self, now: float, held: int | None) -> None:
+        """Take note that the sign was given."""
+        self.extended_at = now
+
+    def note_last(self) -> None:
+        """Take note that the batch was closed."""
+        self.is_closed = True
+
+    def statements_for(self, outcomes: Mapping[int, MessageOutcome], are_last: bool) -> list[Statement]:
+        """Return the statements that report these outcomes, and close the batch behind the last; each returns
+        those that the server refused."""
+        if self.is_closed:
+            return []
+        statements = [
+            report(self.batch_id, outcome, msg_ids)
+            for outcome, msg_ids in _grouped(outcomes).items()
+            if outcome.action != "ack" or not are_last
+        ]
+        if are_last:
+            sql = (
+                f"select null::bigint, '{_BATCH_LOST}' from pgque.ack(%(batch)s::bigint) as r (done)"
+                " where r.done = 0"
+            )
+            statements.append((sql, {"batch": self.batch_id}))
+        return statements
+
+    def mark_reported(self) -> None:
+        """Forget the outcomes, after the transaction of `statements` was committed."""
+        super().mark_reported()
+        self.is_closed = not self._unreported
+
+
+class Item(NamedTuple):
+    """Messages of a batch that one thread or task handles: one, or those that share a transaction."""
+
+    batch: Batch[Message]
+    messages: Sequence[Message]
+    was_lost: bool = False  # whether the connection was lost while the message was handled
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """An item that is handled, the message that its handler has, since when, and where in the pool."""
+
+    item: Item
+    place: Any
+    message: Message
+    since: float = field(default_factory=time.monotonic)
+    is_logged: bool = False
+    is_over: bool = False  # its outcome does not count any more
+    is_reporting: bool = False  # its outcomes are in its transaction
+
+    def others(self, message: Message) -> list[Message]:
+        """Return the other messages of the item."""
+        return [each for each in self.item.messages if each is not message]
+
+    def note_started(self, message: Message) -> None:
+        """Take note that the handler has another message."""
+        self.message = message
+        self.since = time.monotonic()
+
+
+def _grouped(outcomes: Mapping[int, MessageOutcome]) -> Mapping[MessageOutcome, list[int]]:
+    """Return the ids of the messages with each outcome."""
+    found = iter(outcomes.values())
+    first = next(found, None)
+    if first is not None and all(outcome is first for outcome in found):
+        return {first: list(outcomes)}
+    groups: dict[MessageOutcome, list[int]] = defaultdict(list)
+    for msg_id, outcome in outcomes.items():
+        groups[outcome].append(msg_id)
+    return groups
 
 
 def report(batch_id: int, outcome: MessageOutcome, msg_ids: Sequence[int] | None) -> Statement:
@@ -263,11 +382,13 @@ def receive(
     queue: str, consumer: str, worker: str, count: int, visibility_timeout: Seconds, max_bytes: int | None
 ) -> Statement:
     """Return the statement that receives messages for a worker."""
-    return (
-        f"select {columns(Message, 'm')} from {_ASYNC_COMMIT},"
-        " lateral pgque.receive(%(queue)s::text, %(consumer)s::text, %(max)s::int,"
+    call = (
+        "pgque.receive(%(queue)s::text, %(consumer)s::text, %(max)s::int,"
         " worker => %(worker)s::text, visibility_timeout => %(timeout)s::interval,"
-        " max_bytes => %(bytes)s::bigint) as m",
+        " max_bytes => %(bytes)s::bigint)"
+    )
+    return _delivery(
+        call,
         {
             "queue": queue,
             "consumer": consumer,
@@ -277,6 +398,33 @@ def receive(
             "bytes": max_bytes,
         },
     )
+
+
+def receive_alone(
+    queue: str,
+    consumer: str,
+    subconsumer: str | None,
+    count: int,
+    dead_interval: Seconds | None,
+    max_bytes: int | None,
+) -> Statement:
+    """Return the statement that receives the next batch of a consumer without workers, or of a
+    subconsumer."""
+    params: dict[str, object] = {"queue": queue, "consumer": consumer, "max": count, "bytes": max_bytes}
+    if subconsumer is None:
+        call = (
+            "pgque.receive(%(queue)s::text, %(consumer)s::text, %(max)s::int, max_bytes => %(bytes)s::bigint)"
+        )
+        return _delivery(call, params)
+    call = (
+        "pgque.receive_coop(%(queue)s::text, %(consumer)s::text, %(subconsumer)s::text, %(max)s::int,"
+        " %(dead)s::interval, %(bytes)s::bigint)"
+    )
+    return _delivery(call, {**params, "subconsumer": subconsumer, "dead": _encode.interval(dead_interval)})
+
+
+def _delivery(call: str, params: Mapping[str, object]) -> Statement:
+    return f"select {columns(Message, 'm')} from {_ASYNC_COMMIT}, lateral {call} as m", params
 
 
 def extend(batch_id: int, by: float, lock_timeout: float | None = None) -> Statement:
@@ -289,7 +437,7 @@ def extend(batch_id: int, by: float, lock_timeout: float | None = None) -> State
     )
 
 
-def touch(queue: str, consumer: str, subconsumer: str, lock_timeout: float) -> Statement:
+def touch(queue: str, consumer: str, subconsumer: str | None, lock_timeout: float | None) -> Statement:
     """Return the statement that reports that a subconsumer is alive; it fails if it waits for a lock longer
     than `lock_timeout` seconds."""
     return (

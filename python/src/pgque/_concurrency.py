@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from .errors import PgqueBadArgument, PgqueError
 
@@ -29,11 +29,15 @@ AsyncLock = asyncio.Lock
 
 
 class ThreadPool(Generic[T]):
-    """Run `work` on items in threads, so many at a time."""
+    """Run `work` on items in threads, so many at a time.
+
+    A thread starts with the context in which the pool was made.
+    """
 
     def __init__(self, size: int, work: Callable[[T], object]) -> None:
         self._work = work
         self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._context = copy_context()
         self.is_closing = False
         self._threads: set[threading.Thread] = set()
         for _ in range(size):
@@ -41,7 +45,7 @@ class ThreadPool(Generic[T]):
 
     def _start(self) -> None:
         # A daemon: a handler that outlives the end must not keep the process up.
-        thread = threading.Thread(target=self._run, daemon=True)
+        thread = threading.Thread(target=self._context.copy().run, args=(self._run,), daemon=True)
         self._threads.add(thread)
         thread.start()
 
@@ -213,20 +217,16 @@ def check_until_idle(worker: object, until_idle: bool) -> None:
         )
 
 
-def run_worker(
-    worker_class: Callable[..., ProcessWorker], worker: ProcessWorker, work: Callable[[], object]
-) -> None:
-    """Run `work` in this process, or a worker of the class in each of several processes."""
-    if worker.use == "processes":
+def run_worker(worker: object, work: Callable[[], object]) -> None:
+    """Run `work` in this process, or copies of a worker in several processes."""
+    if getattr(worker, "use", None) == "processes":
         from ._processes import supervise  # loads multiprocessing, which other workers do not need
 
-        supervise(worker_class, worker)
+        supervise(cast("ProcessWorker", worker))
     else:
         work()
 
 
-async def run_worker_async(
-    worker_class: Callable[..., object], worker: object, work: Callable[[], Awaitable[object]]
-) -> None:
+async def run_worker_async(worker: object, work: Callable[[], Awaitable[object]]) -> None:
     """Run `work` in this process: tasks have no other place."""
     await work()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 from . import _payloads
+from ._retries import DEFAULT, Retries
 from .errors import PgqueBadArgument
 from .types import Message
 
@@ -51,13 +50,21 @@ class Handlers(Generic[F]):
         self._logged: set[str | None] = set()
         self._by_type: dict[str, F] = {}
         self._calls: dict[str, F] = {}  # the same, with what each handler asks for by annotation
+        self._retries: dict[str, Retries] = {}  # of those that were registered with some
 
     @property
     def by_type(self) -> Mapping[str, F]:
         """Return the handlers by message type."""
         return self._by_type
 
-    def register(self, type: object, then: Callable[[], object] | None = None) -> Callable[[H], H]:
+    @property
+    def retries_by_type(self) -> Mapping[str, Retries]:
+        """Return what becomes of failed messages, by message type."""
+        return self._retries
+
+    def register(
+        self, type: object, then: Callable[[], object] | None = None, retries: Retries = DEFAULT
+    ) -> Callable[[H], H]:
         """Return a decorator that registers the handler of a message type, and then calls `then`.
 
         The decorator must be called by the code that names the handler, since it reads the local names of its
@@ -83,6 +90,7 @@ class Handlers(Generic[F]):
             namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
             self._calls[type] = _payloads.with_model(handler, namespace, _name(handler))  # type: ignore[assignment]
             self._by_type[type] = handler  # type: ignore[assignment]
+            self._retries[type] = retries
             if then is not None:
                 then()
             return handler
@@ -93,6 +101,7 @@ class Handlers(Generic[F]):
         """Register the handlers of another worker, with what they ask for by annotation."""
         self._by_type.update(others._by_type)
         self._calls.update(others._calls)
+        self._retries.update(others._retries)
 
     def check_any(self, policy: str) -> None:
         """Raise PgqueBadArgument without a single handler: each message would fail until it is a dead
@@ -109,6 +118,10 @@ class Handlers(Generic[F]):
         It takes a message, whatever its annotation asks for.
         """
         return self._calls.get(message.type or "", self._calls.get("*"))
+
+    def retries(self, message: Message) -> Retries:
+        """Return what becomes of a message whose handler failed."""
+        return self._retries.get(message.type or "", self._retries.get("*", DEFAULT))
 
     def reject_reason(self, message: Message, policy: str) -> str | None:
         """Return the reason to reject a message that has no handler, or None to acknowledge it.
@@ -161,14 +174,6 @@ def _check_arguments(handler: Callable[..., object], count: int) -> None:
         raise TypeError(f"{_name(handler)} is called with {given}: {error}") from error
 
 
-def call(handler: Callable[..., object], *args: object) -> object:
-    """Call a handler and return its outcome; see `invoke`.
-
-    Context variables that the handler sets are gone afterwards.
-    """
-    return copy_context().run(invoke, handler, *args)
-
-
 def invoke(handler: Callable[..., object], *args: object) -> object:
     """Call a handler and return its outcome. Raises TypeError for an awaitable: nothing was done yet."""
     outcome = handler(*args)
@@ -191,22 +196,6 @@ def call_async(handler: Callable[..., object], *args: object) -> Awaitable[objec
             f" {type(outcome).__name__}, which cannot be awaited"
         )
     return outcome
-
-
-async def call_in_task(handler: Callable[..., object], *args: object) -> object:
-    """Call a handler in a task of its own and return its outcome; see `call_async`."""
-    result, exit_error = await asyncio.create_task(_result(handler, *args))
-    if exit_error is not None:
-        raise exit_error
-    return result
-
-
-async def _result(handler: Callable[..., object], *args: object) -> tuple[object, BaseException | None]:
-    try:
-        return await call_async(handler, *args), None
-    except (KeyboardInterrupt, SystemExit) as error:
-        # One that leaves a task ends the whole loop.
-        return None, error
 
 
 def _name(handler: object) -> str:

@@ -56,18 +56,18 @@ class Middleware:
             for function in functions:
                 self.add(moment, function)
 
-    def call(self, handler: Callable[..., object], message: Message) -> object:
-        """Call a handler with the hooks around it, and return its outcome. Raises what the handler or a hook
-        raises, and TypeError for an awaitable."""
-        return copy_context().run(invoke if self._is_empty else self._call, handler, message)
+    def call(self, handler: Callable[..., object], message: Message, *more: object) -> object:
+        """Call a handler with a message, and perhaps a connection, with the hooks around it, and return its
+        outcome. Raises what the handler or a hook raises, and TypeError for an awaitable."""
+        return copy_context().run(invoke if self._is_empty else self._call, handler, message, *more)
 
-    def _call(self, handler: Callable[..., object], message: Message) -> object:
+    def _call(self, handler: Callable[..., object], message: Message, *more: object) -> object:
         try:
             returned: object
             try:
                 for hook in self._hooks["before"]:
                     invoke(hook, message)
-                returned = invoke(handler, message)
+                returned = invoke(handler, message, *more)
             except HandlerOutcome as outcome:
                 returned = outcome
             for hook in reversed(self._hooks["after"]):
@@ -84,18 +84,22 @@ class Middleware:
             raise
         return returned
 
-    def call_async(self, handler: Callable[..., object], message: Message) -> Awaitable[object]:
-        """Call a handler in this task, with the hooks around it, and return what its outcome is to be awaited
-        of. Raises what the handler or a hook raises, and TypeError for a handler that is a plain function."""
-        return call_async(handler, message) if self._is_empty else self._call_async(handler, message)
+    def call_async(
+        self, handler: Callable[..., object], message: Message, *more: object
+    ) -> Awaitable[object]:
+        """Call a handler in this task as `call` does, and return what its outcome is to be awaited of. Raises
+        what the handler or a hook raises, and TypeError for a handler that is a plain function."""
+        if self._is_empty:
+            return call_async(handler, message, *more)
+        return self._call_async(handler, message, *more)
 
-    async def _call_async(self, handler: Callable[..., object], message: Message) -> object:
+    async def _call_async(self, handler: Callable[..., object], message: Message, *more: object) -> object:
         try:
             returned: object
             try:
                 for hook in self._hooks["before"]:
                     await _invoke_any(hook, message)
-                returned = await call_async(handler, message)
+                returned = await call_async(handler, message, *more)
             except HandlerOutcome as outcome:
                 returned = outcome
             for hook in reversed(self._hooks["after"]):

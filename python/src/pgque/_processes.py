@@ -12,19 +12,18 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal, Protocol, TypedDict
+from typing import Any, Protocol
 
 from . import _otel, _prometheus
 from ._handlers import Handlers
 from ._json import Encoder
 from ._liveness import Liveness, is_fresh
 from ._middleware import Middleware, Moment
-from ._payloads import BadPayload, Decoder
+from ._payloads import Decoder
 from ._recurring import Recurring
-from ._sources import Priority
+from ._retries import Retries
 from ._stopper import Stopper
 from .errors import PgqueError
-from .types import Message, Seconds
 
 log = logging.getLogger("pgque.worker")
 
@@ -41,40 +40,28 @@ _KILL_MARGIN = 5.0
 _SIGNAL_CHECK = 0.1
 
 
-class ConfiguredWorker(Protocol):
-    """A worker with the settings that a copy of it gets."""
-
-    dsn: str
-    queues: dict[str, float]
-    priority: Priority
-    consumer: str
-    concurrency: int
-    prefetch: int
-    max_bytes: int | None
-    min_interval: float
-    visibility_timeout: Seconds
-    retry_after: Seconds | None
-    archive: bool
-    unknown_handler_policy: Literal["nack", "ack"]
-    worker: str
-    shutdown_timeout: float
-    handler_timeout: Seconds | None
-    encoder: Encoder | None
-    decoder: Decoder | None
-    bad_payload: BadPayload
-    command_timeout: float | None
-
-
-class ProcessWorker(ConfiguredWorker, Protocol):
+class ProcessWorker(Protocol):
     """A worker that can run in several processes."""
 
-    use: Literal["threads", "processes"]
+    dsn: str
+    concurrency: int
+    worker: str
+    encoder: Encoder | None
+    decoder: Decoder | None
+    shutdown_timeout: float
     liveness_file: str | os.PathLike[str] | None
     _liveness: Liveness
-    _handlers: Handlers[Callable[[Message], object]]
+    _handlers: Handlers[Callable[..., object]]
     _middleware: Middleware
     _recurring: list[Recurring]
     _stopper: Stopper
+
+    @property
+    def _made(self) -> Callable[..., ProcessWorker]:
+        """Return the class of the worker."""
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the arguments of a copy."""
 
     def run(self) -> None:
         """Work until `stop()`."""
@@ -83,60 +70,10 @@ class ProcessWorker(ConfiguredWorker, Protocol):
         """Make `run` return."""
 
 
-class _Settings(TypedDict):
-    queue: None
-    queues: Mapping[str, float]
-    priority: Priority
-    consumer: str
-    prefetch: int
-    max_bytes: int | None
-    min_interval: float
-    visibility_timeout: Seconds
-    retry_after: Seconds | None
-    archive: bool
-    unknown_handler_policy: str
-    worker: str
-    shutdown_timeout: float
-    handler_timeout: Seconds | None
-    encoder: Encoder | None
-    decoder: Decoder | None
-    bad_payload: BadPayload
-    command_timeout: float | None
-    liveness_file: Path | None
-
-
-def settings_of(worker: ConfiguredWorker) -> _Settings:
-    """Return the settings of a worker, but for those that say where its handlers run."""
-    return _Settings(
-        queue=None,
-        queues=worker.queues,
-        priority=worker.priority,
-        consumer=worker.consumer,
-        prefetch=worker.prefetch,
-        max_bytes=worker.max_bytes,
-        min_interval=worker.min_interval,
-        visibility_timeout=worker.visibility_timeout,
-        retry_after=worker.retry_after,
-        archive=worker.archive,
-        unknown_handler_policy=worker.unknown_handler_policy,
-        worker=worker.worker,
-        shutdown_timeout=worker.shutdown_timeout,
-        handler_timeout=worker.handler_timeout,
-        encoder=worker.encoder,
-        decoder=worker.decoder,
-        bad_payload=worker.bad_payload,
-        command_timeout=worker.command_timeout,
-        liveness_file=None,
-    )
-
-
 class _Place:
     """One of the places for a process, and the process in it."""
 
-    def __init__(
-        self, worker_class: Callable[..., ProcessWorker], worker: ProcessWorker, number: int
-    ) -> None:
-        self._worker_class = worker_class
+    def __init__(self, worker: ProcessWorker, number: int) -> None:
         self._worker = worker
         self._number = number
         self._started_at = float("-inf")
@@ -151,7 +88,7 @@ class _Place:
         if self.process is not None or time.monotonic() - self._started_at < _RESTART_INTERVAL:
             return
         worker = self._worker
-        settings = settings_of(worker)
+        settings = worker._settings()
         settings["worker"] = f"{worker.worker}-{self._number}"
         settings["liveness_file"] = self.liveness_file
         context = multiprocessing.get_context("spawn")
@@ -159,10 +96,11 @@ class _Place:
         self.process = context.Process(
             target=_run,
             args=(
-                self._worker_class,
+                worker._made,
                 worker.dsn,
                 settings,
                 worker._handlers.by_type,
+                worker._handlers.retries_by_type,
                 worker._middleware.hooks,
                 worker._recurring,
                 _otel.is_enabled(),
@@ -199,19 +137,27 @@ class _Place:
         return error
 
 
-def supervise(worker_class: Callable[..., ProcessWorker], worker: ProcessWorker) -> None:
-    """Run `concurrency` processes with a worker of the class in each, until `worker` is stopped.
+def supervise(worker: ProcessWorker) -> None:
+    """Run `concurrency` processes with a copy of a worker in each, until that is stopped.
 
     Raises TypeError for handlers that a process cannot import, and the PgqueError that ended a process.
     """
     try:
-        pickle.dumps((worker._handlers.by_type, worker._middleware.hooks, worker.encoder, worker.decoder))
+        pickle.dumps(
+            (
+                worker._handlers.by_type,
+                worker._handlers.retries_by_type,
+                worker._middleware.hooks,
+                worker.encoder,
+                worker.decoder,
+            )
+        )
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"handlers, hooks, encoder and decoder in processes must be functions of a module: {error}"
         ) from error
     stopper = worker._stopper
-    places = [_Place(worker_class, worker, number) for number in range(1, worker.concurrency + 1)]
+    places = [_Place(worker, number) for number in range(1, worker.concurrency + 1)]
     failed: PgqueError | None = None
     try:
         while not stopper.is_set() and failed is None:
@@ -258,10 +204,11 @@ def _end(processes: list[BaseProcess], shutdown_timeout: float, stopper: Stopper
 
 
 def _run(
-    worker_class: Callable[..., ProcessWorker],
+    made: Callable[..., ProcessWorker],
     dsn: str,
-    settings: Mapping[str, object],
-    handlers: Mapping[str, Callable[[Message], object]],
+    settings: Mapping[str, Any],
+    handlers: Mapping[str, Callable[..., object]],
+    retries: Mapping[str, Retries],
     hooks: Mapping[Moment, list[Callable[..., object]]],
     recurring: list[Recurring],
     with_opentelemetry: bool,
@@ -273,9 +220,9 @@ def _run(
         _otel.enable_opentelemetry()
     if with_prometheus:
         _prometheus.enable_prometheus()
-    worker = worker_class(dsn, concurrency=1, **settings)
+    worker = made(dsn, concurrency=1, **settings)
     for type_, handler in handlers.items():
-        worker._handlers.register(type_)(handler)
+        worker._handlers.register(type_, retries=retries[type_])(handler)
     worker._middleware.add_all(hooks)
     worker._recurring.extend(recurring)
     threading.Thread(target=_stop_without_parent, args=(worker,), daemon=True).start()

@@ -36,17 +36,17 @@ class QueueSettings:
         error: BaseException,
         after: Seconds | None,
         leased: bool,
-        is_dead: bool = False,
+        given_up_for: str | None = None,
     ) -> str:
         """Return what to log of a handler that failed; `leased` is a message of a worker's batch, and one
-        that `is_dead` is not retried."""
+        that is `given_up_for` a reason is not retried."""
         retries = message.retry_count or 0
         attempt, limit = retries + 1, self.max_retries + 1
         if leased:
             attempt = message.receive_count or 1
             limit = min(self.max_receive_attempts, attempt + self.max_retries - retries)
-        if is_dead:
-            following = f"no retry for a bad payload, drop_policy {self.drop_policy}"
+        if given_up_for is not None:
+            following = f"no retry for {given_up_for}, drop_policy {self.drop_policy}"
         elif attempt >= limit:
             following = f"no retry is left, drop_policy {self.drop_policy}"
         elif after is None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from ._batches import OwnBatch
+from ._left import LeftBatch
 from ._queue_settings import QueueSettings
+from .types import Message
 
 Priority = Literal["weighted", "strict"]
 
@@ -28,6 +31,9 @@ class Source:
     is_empty: bool = False  # the last receive brought nothing, and there was no notification since
     is_idle: bool = True  # the last receive brought nothing
     used: float = 0.0
+    # Of a consumer that reads alone: its last batch, and what an earlier process left.
+    batch: OwnBatch[Message] | None = None
+    left: LeftBatch = field(default_factory=LeftBatch)
 
 
 def check_weights(
@@ -88,6 +94,8 @@ class Sources:
         return min(self._ready_at(source) for source in self._sources)
 
     def _ready_at(self, source: Source) -> float:
+        if source.batch is not None and source.batch.unfinished > 0:
+            return math.inf
         if source.is_empty:
             return max(source.due_at, source.polled_at + self._poll_interval)
         return source.due_at

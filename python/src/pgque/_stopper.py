@@ -10,7 +10,6 @@ import math
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -19,10 +18,10 @@ from types import FrameType
 
 from psycopg import AsyncConnection, Connection
 
-from ._handlers import call, call_in_task
 from ._limit import until
 
-# Seconds after a stop in which a consumer may finish its batch; then the batch is redelivered.
+# Seconds after a stop that a wait for the database has, before a signal interrupts it. A second signal that
+# comes earlier is the same as the first.
 GRACE = 0.5
 
 # Seconds between checks whether something takes too long after a stop.
@@ -32,9 +31,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class HandlerInterrupted(KeyboardInterrupt):
-    """End what still runs half a second after SIGTERM or SIGINT: a handler, or a wait for the database.
+    """End a wait for the database that still runs half a second after SIGTERM or SIGINT, and a handler that
+    blocks the event loop at a second signal.
 
-    The batch comes again. A KeyboardInterrupt, so that psycopg cancels the statement that it waits for.
+    A KeyboardInterrupt, so that psycopg cancels the statement that it waits for.
     """
 
 
@@ -67,17 +67,21 @@ class _Stop:
         return time.monotonic() - self._stopped_at if self._stop.is_set() else 0.0
 
     def out_of_time(self) -> bool:
-        """Return whether the time to finish a batch after a stop is over."""
+        """Return whether what waits for the database after a stop may be interrupted."""
         return self.stopped_for() > GRACE
 
-    def stop_deadline(self, conn: object, seconds: float) -> AbstractContextManager[None]:
+    def stop_deadline(
+        self, conn: object, seconds: float | Callable[[], float]
+    ) -> AbstractContextManager[None]:
         """Return a block whose calls over the connection are given up some seconds after a stop: a lock, or
-        a server that does not answer, may keep them for any time."""
+        a server that does not answer, may keep them for any time. A function returns the seconds of the
+        moment; -math.inf ends a call at once, also before a stop."""
 
         def deadline() -> float:
-            if self.is_abandoned:
+            allowed = seconds() if callable(seconds) else seconds
+            if self.is_abandoned or allowed == -math.inf:
                 return -math.inf
-            return self._stopped_at + seconds if self._stop.is_set() else math.inf
+            return self._stopped_at + allowed if self._stop.is_set() else math.inf
 
         return until(conn, deadline)
 
@@ -182,10 +186,6 @@ class Stopper(_Stop):
         if failed:
             raise failed[0]
 
-    def handle(self, handler: Callable[..., object], *args: object) -> object:
-        """Call a handler within `call`, and return its outcome."""
-        return call(handler, *args)
-
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._resending:
             self._resending = False
@@ -253,7 +253,6 @@ class AsyncStopper(_Stop):
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Future[HandlerInterrupted | None] | None = None
-        self._cancelling = False  # Python 3.10 does not tell it of a task
 
     def set(self) -> None:
         self._note_stop()
@@ -321,7 +320,6 @@ class AsyncStopper(_Stop):
                 return interrupted
             return None
 
-        self._cancelling = False
         outer = self._task
         task = self._task = asyncio.ensure_future(run())
         try:
@@ -329,7 +327,6 @@ class AsyncStopper(_Stop):
         except asyncio.CancelledError:
             if task.cancelled() and self.out_of_time():
                 raise HandlerInterrupted("interrupted by a signal") from None
-            self._cancelling = True
             task.cancel()
             with suppress(BaseException):
                 await task
@@ -355,22 +352,6 @@ class AsyncStopper(_Stop):
         finally:
             watching.cancel()
 
-    async def handle(self, handler: Callable[..., object], *args: object) -> object:
-        """Call a handler within `call`, and return its outcome. Raises RuntimeError where it ends as
-        cancelled and nobody cancelled this task: something else that it waited for was."""
-        try:
-            return await call_in_task(handler, *args)
-        except asyncio.CancelledError as error:
-            if self._is_cancelled():
-                raise
-            raise RuntimeError("the handler was cancelled") from error
-
-    def _is_cancelled(self) -> bool:
-        task = asyncio.current_task()
-        if sys.version_info >= (3, 11) and task is not None and task.cancelling() > 0:
-            return True
-        return self._cancelling
-
     def stop_by_signal(self) -> bool:
         """Stop, and interrupt what is running then half a second later; for signal handlers. Return whether
         this is a second signal and the event loop has not run since the first, as a handler blocks it."""
@@ -393,7 +374,6 @@ class AsyncStopper(_Stop):
 
     def _interrupt(self) -> None:
         if self._task is not None:
-            self._cancelling = True
             self._task.cancel()
 
     @asynccontextmanager

@@ -15,11 +15,9 @@ from click.core import ParameterSource
 from . import _prometheus
 from ._cli import EXIT_CODES, Address, dsn_option, parsed_address
 from ._liveness import Liveness
-from .consumer import Consumer
-from .consumer_async import AsyncConsumer
+from ._runtime import Runtime
+from ._runtime_async import AsyncRuntime
 from .errors import PgqueError
-from .workers import Worker
-from .workers_async import AsyncWorker
 
 log = logging.getLogger("pgque")
 
@@ -50,7 +48,7 @@ def work(
     metrics: Address | None,
     quiet: bool,
 ) -> None:
-    """Run the worker of a module, such as myapp.jobs:worker, until SIGTERM or SIGINT.
+    """Run the worker or consumer of a module, such as myapp.jobs:worker, until SIGTERM or SIGINT.
 
     The module is found in the current folder, or as Python finds modules. A worker that was made with a
     connection string keeps it, unless --dsn is given. Under systemd the command reports that it is ready, and
@@ -68,10 +66,10 @@ def work(
     if metrics is not None:
         _serve(metrics)
     log.info(
-        "worker %s: consumer %s of %s, %s handlers at a time",
-        *(worker.worker, worker.consumer, ", ".join(worker.queues), worker.concurrency),
+        "%s: consumer %s of %s, %s handlers at a time",
+        *(worker._title, worker.consumer, ", ".join(worker.queues), worker.concurrency),
     )
-    if isinstance(worker, AsyncWorker):
+    if isinstance(worker, AsyncRuntime):
         asyncio.run(worker.run(until_idle=until_idle))
     else:
         worker.run(until_idle=until_idle)
@@ -89,8 +87,8 @@ def _serve(address: Address) -> None:
         ) from error
 
 
-def _find(name: str) -> Worker | AsyncWorker:
-    """Return the worker that a module holds. Raises click.BadParameter."""
+def _find(name: str) -> Runtime | AsyncRuntime:
+    """Return the worker or consumer that a module holds. Raises click.BadParameter."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise click.BadParameter(f"{name!r} is no MODULE:WORKER, such as myapp.jobs:worker")
@@ -102,14 +100,9 @@ def _find(name: str) -> Worker | AsyncWorker:
             raise  # one that the module imports
         raise click.BadParameter(f"there is no module {error.name!r} here") from None
     found = getattr(module, attribute, None)
-    if not isinstance(found, Worker | AsyncWorker):
+    if not isinstance(found, Runtime | AsyncRuntime):
         what = "nothing" if found is None else f"a {type(found).__name__}"
-        advice = (
-            f". Run it in your own program: {attribute}.run()"
-            if isinstance(found, Consumer | AsyncConsumer)
-            else ""
-        )
-        raise click.BadParameter(f"{name} is {what}, not a Worker or an AsyncWorker{advice}")
+        raise click.BadParameter(f"{name} is {what}, not a Worker, a Consumer or an async one")
     return found
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,16 +30,15 @@ import pytest
 from psycopg import sql
 
 from . import embedded
-from ._processes import settings_of
+from ._runtime import Runtime
+from ._runtime_async import AsyncRuntime
 from .client import PgqueClient
 from .install import install
 from .types import ArchivedMessage, DeadLetter, Event, Message, Payload, QueuedMessage
-from .workers import Worker
-from .workers_async import AsyncWorker
 
 __all__ = ["TestQueue", "pgque_queue"]
 
-W = TypeVar("W", Worker, AsyncWorker)
+W = TypeVar("W", Runtime, AsyncRuntime)
 
 _TEMPLATE = "pgque_template"
 _SERVER = pytest.StashKey[embedded.Server]()
@@ -97,18 +96,18 @@ class TestQueue:
         """Make all messages in state retry due, and return their number. Calls `pgque.retry_now`."""
         return self.client.retry_now(self.name, self.consumer)
 
-    def work(self, worker: Worker | AsyncWorker, *, timeout: float = 30) -> list[Message]:
-        """Run a worker until its queue has nothing left to receive, and return the messages that its handlers
-        got.
+    def work(self, worker: Runtime | AsyncRuntime, *, timeout: float = 30) -> list[Message]:
+        """Run a worker or consumer until its queue has nothing left to receive, and return the messages that
+        its handlers got.
 
         A copy of the worker runs on this queue: with its settings, handlers and hooks, but in threads or
         tasks of this process. It also handles messages that handlers send to this queue. It does not handle
         messages in state delayed or retry. Raises TimeoutError after so many seconds. In a running event loop
         use `work_async`.
         """
-        if isinstance(worker, AsyncWorker):
+        if isinstance(worker, AsyncRuntime):
             return asyncio.run(self.work_async(worker, timeout=timeout))
-        copy, handled = self._copy(worker, Worker)
+        copy, handled = self._copy(worker)
         count = -1
         while count < len(handled):
             count = len(handled)
@@ -117,9 +116,9 @@ class TestQueue:
                 copy.run(until_idle=True)
         return handled
 
-    async def work_async(self, worker: AsyncWorker, *, timeout: float = 30) -> list[Message]:
-        """Run an AsyncWorker until its queue has nothing left to receive; see `work`."""
-        copy, handled = self._copy(worker, AsyncWorker)
+    async def work_async(self, worker: AsyncRuntime, *, timeout: float = 30) -> list[Message]:
+        """Run an AsyncWorker or AsyncConsumer until its queue has nothing left to receive; see `work`."""
+        copy, handled = self._copy(worker)
         count = -1
         while count < len(handled):
             count = len(handled)
@@ -132,11 +131,11 @@ class TestQueue:
         self.client.force_next_tick(self.name)
         self.client.ticker(self.name)
 
-    def _copy(self, worker: Worker | AsyncWorker, made: Callable[..., W]) -> tuple[W, list[Message]]:
+    def _copy(self, worker: W) -> tuple[W, list[Message]]:
         """Return a worker on this queue with the settings, handlers and hooks of another, and a list that
         fills with the messages that it handles."""
-        settings = {**settings_of(worker), "queues": {self.name: 1}, "consumer": self.consumer}
-        copy = made(self.dsn, **settings, concurrency=worker.concurrency)
+        settings = {**worker._settings(), "queues": {self.name: 1}, "consumer": self.consumer}
+        copy = worker._made(self.dsn, **settings, concurrency=worker.concurrency)
         handled: list[Message] = []
 
         def record(message: Message) -> None:
@@ -180,7 +179,7 @@ class TestQueue:
 
 
 @contextmanager
-def _stopped_after(worker: Worker | AsyncWorker, seconds: float) -> Iterator[None]:
+def _stopped_after(worker: Runtime | AsyncRuntime, seconds: float) -> Iterator[None]:
     """Stop a worker that is not idle after so many seconds, and raise TimeoutError; KeyboardInterrupt where a
     signal stopped it."""
     too_long = threading.Event()
