@@ -1,0 +1,311 @@
+"""A channel of kombu: queues are declared, published to and consumed over it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from amqp.protocol import queue_declare_ok_t
+from kombu.exceptions import ChannelError
+from kombu.transport import virtual
+from kombu.transport.virtual.exchange import STANDARD_EXCHANGE_TYPES
+from kombu.utils.uuid import uuid
+
+from ..client import PgqueClient
+from ..errors import PgqueConsumerNotFound, PgquePermissionDenied, PgqueQueueNotFound
+from ..types import Event
+from . import _bulk
+from ._receiver import Receiver
+from ._wire import Raw, event_of
+
+# A log has no consumers, so rotation alone decides how long its messages stay.
+_LOG_CONFIG = {"rotation_period": "10 minutes"}
+
+_NEEDS_CONSUMER = (
+    "Its role may not create it. As a pgque_admin: select pgque.create_queue('{queue}');"
+    " select pgque.subscribe('{queue}', '{consumer}');"
+)
+_NEEDS_LOG = "Its role may not create it. As a pgque_admin: select pgque.create_queue('{queue}');"
+
+
+class QoS(virtual.QoS):
+    """What a channel has in hand. The receiver keeps count of it."""
+
+    def __init__(self, channel: Channel, prefetch_count: int = 0) -> None:
+        self.channel = channel
+        self.prefetch_count = prefetch_count or 0
+
+    def _receiver(self) -> Receiver | None:
+        """Return the receiver; None when the channel is closed, which has released its messages."""
+        connection = self.channel.connection
+        return None if connection is None else connection.open_receiver
+
+    def can_consume(self) -> bool:
+        return True
+
+    def can_consume_max_estimate(self) -> int:
+        return self.prefetch_count
+
+    def append(self, message: object, delivery_tag: str) -> None:
+        """Do nothing: the receiver has it."""
+
+    def ack(self, delivery_tag: str) -> None:
+        if (receiver := self._receiver()) is not None:
+            receiver.acknowledge(delivery_tag)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        if (receiver := self._receiver()) is not None:
+            receiver.reject(delivery_tag, requeue)
+
+    def restore_unacked(self) -> list[object]:
+        if (receiver := self._receiver()) is not None:
+            receiver.close_channel(self.channel.channel_id)
+        return []
+
+    def restore_unacked_once(self, stderr: object = None) -> None:
+        self.restore_unacked()
+
+
+class Channel(virtual.Channel):
+    """Declare, publish and consume.
+
+    A durable queue is a queue of pgque with a consumer. Another one, as those for remote control and events,
+    is a reader of the log of each exchange that it is bound to.
+    """
+
+    QoS = QoS
+    supports_fanout = True
+    exchange_types = dict(STANDARD_EXCHANGE_TYPES)
+    from_transport_options = ()
+    connection: Any
+
+    # -- queues ------------------------------------------------------------------------------------
+
+    def queue_declare(
+        self,
+        queue: str | None = None,
+        passive: bool = False,
+        durable: bool = False,
+        exclusive: bool = False,
+        auto_delete: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Create a queue with its consumer if it does not exist, as far as the role may."""
+        queue = queue or f"amq.gen-{uuid()}"
+        size = 0
+        if passive:
+            with self.connection.calls() as client:
+                size = self._find(client, queue, create=False)
+        elif durable and not exclusive and not auto_delete:
+            with self.connection.calls() as client:
+                size = self._find(client, queue, create=True)
+            self.connection.durable.add(queue)
+        return queue_declare_ok_t(queue, size, 0)
+
+    def _find(self, client: PgqueClient, queue: str, create: bool) -> int:
+        """Return how many messages a queue has."""
+        options = self.connection.options
+        name = options.queue(queue)
+        try:
+            try:
+                return int(client.get_consumer_info(name, options.consumer)[0].pending_events)
+            except (PgqueQueueNotFound, PgqueConsumerNotFound):
+                if not create:
+                    raise
+                with client.conn.transaction():  # so that nobody sends before there is a consumer
+                    client.create_queue(name, options.config())
+                    client.subscribe(name, options.consumer)
+                return 0
+        except PgquePermissionDenied as error:
+            return 0
+        except (PgqueQueueNotFound, PgqueConsumerNotFound) as error:
+            raise ChannelError(
+                f"NOT_FOUND - no queue {name!r} with a consumer {options.consumer!r}",
+                (50, 10),
+                "Channel.queue_declare",
+                "404",
+            ) from error
+
+    def queue_bind(
+        self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
+    ) -> None:
+        """Bind a queue: one that is not durable reads from now on."""
+        exchange = exchange or "amq.direct"
+        if self.state.has_binding(queue, exchange, routing_key):
+            return
+        if queue not in self.connection.durable:
+            self._read(queue, exchange)
+        super().queue_bind(queue, exchange, routing_key, arguments)
+
+    def _queue_bind(self, *args: Any) -> None:
+        """Do nothing: the bindings of a process are in its memory."""
+
+    def _read(self, queue: str, exchange: str) -> None:
+        source = self.connection.options.log(exchange)
+        with self.connection.calls() as client:
+            sql, params = "select pgque.tick_for(%(queue)s::text, 'latest')", {"queue": source}
+            try:
+                tick = client._value(int, sql, params)
+            except PgqueQueueNotFound:
+                self._create_log(client, source)
+                tick = client._value(int, sql, params)
+
+        def deliver(raw: Raw) -> list[str]:
+            info = raw["properties"]["delivery_info"]
+            found = self._bound(exchange, info.get("routing_key", ""))
+            return [queue] if queue in found and queue in self.connection._callbacks else []
+
+        self.connection.receiver.read(queue, exchange, source, tick, deliver)
+
+    def queue_unbind(
+        self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
+    ) -> None:
+        super().queue_unbind(queue, exchange or "amq.direct", routing_key, arguments)
+
+    def queue_delete(self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any) -> None:
+        """Drop a queue, unless others are subscribed to it."""
+        for exchange, routing_key, arguments in list(self.state.queue_bindings(queue)):
+            self.queue_unbind(queue, exchange, routing_key, arguments)
+        self.state.queue_bindings_delete(queue)
+        if queue not in self.connection.durable:
+            if self.connection.open_receiver is not None:
+                self.connection.open_receiver.forget(queue)
+            return
+        options = self.connection.options
+        name = options.queue(queue)
+        with self.connection.calls() as client:
+            if (if_empty and self._find(client, queue, create=False)) or (
+                if_unused and client.list_workers(name, options.consumer)
+            ):
+                return
+            with client.conn.transaction():
+                client.unsubscribe(name, options.consumer)
+                client.drop_queue(name)
+        self.connection.durable.discard(queue)
+
+    def _size(self, queue: str) -> int:
+        with self.connection.calls() as client:
+            return self._find(client, queue, create=False)
+
+    def _purge(self, queue: str) -> int:
+        """Remove the messages of a queue, also those that workers have, and return their number."""
+        with self.connection.calls() as client:
+            return int(client.purge(self.connection.options.queue(queue)))
+
+    # -- publish -----------------------------------------------------------------------------------
+
+    def encode_body(self, body: Any, encoding: str | None = None) -> tuple[Any, str | None]:
+        """Return a body for JSON: a text is one already."""
+        if isinstance(body, str):
+            return body, None
+        return super().encode_body(body, encoding)
+
+    def basic_publish(self, message: Raw, exchange: str, routing_key: str, **kwargs: Any) -> None:
+        """Send a message to the queues that are bound, or to the log of the exchange."""
+        self._inplace_augment_message(message, exchange, routing_key)
+        queues = [routing_key]
+        if exchange:
+            queues = [queue for queue in self._bound(exchange, routing_key) if queue in self.connection.durable]
+        event = event_of(message)
+        for queue in queues:
+            self._send(queue, event)
+        if not queues:
+            self._send_to_log(exchange, routing_key, event)
+
+    def _bound(self, exchange: str, routing_key: str) -> set[str]:
+        try:
+            table = self.get_table(exchange)
+        except KeyError:
+            return set()
+        return set(self.typeof(exchange).lookup(table, exchange, routing_key, None) or ())
+
+    def _send(self, queue: str, event: Event) -> None:
+        name = self.connection.options.queue(queue)
+        if _bulk.add(self.connection, name, event):
+            return
+        with self.connection.calls() as client:
+            try:
+                client.send(name, event)
+            except PgqueQueueNotFound as error:
+                error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=self.connection.options.consumer)
+                raise
+
+    def _send_to_log(self, exchange: str, routing_key: str, event: Event) -> None:
+        declared = self.state.exchanges.get(exchange)
+        if declared is None or (declared["type"] == "direct" and declared["durable"]):
+            raise ChannelError(
+                f"no queue that this process has declared is bound to exchange {exchange!r} with {routing_key!r}:"
+                " name the queue (queue=…), or declare it first",
+                (50, 10),
+                "Channel.basic_publish",
+                "404",
+            )
+        name = self.connection.options.log(exchange)
+        with self.connection.calls() as client:
+            try:
+                client.send(name, event)
+            except PgqueQueueNotFound:
+                self._create_log(client, name)
+                client.send(name, event)
+
+    def _create_log(self, client: PgqueClient, name: str) -> None:
+        try:
+            client.create_queue(name, _LOG_CONFIG)
+        except PgquePermissionDenied as error:
+            error.hint = _NEEDS_LOG.format(queue=name)
+            raise
+
+    # -- consume -----------------------------------------------------------------------------------
+
+    def basic_consume(self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any) -> None:
+        """Receive from a queue."""
+        super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
+        if queue in self.connection.durable:
+            self.connection.receiver.consume(
+                self.channel_id, self.connection.options.queue(queue), no_ack, lambda: self.qos.prefetch_count
+            )
+
+    def basic_cancel(self, consumer_tag: str) -> None:
+        """Receive no more from a queue, and release the messages that Celery has not begun."""
+        queue = self._tag_to_queue.get(consumer_tag)
+        super().basic_cancel(consumer_tag)
+        if queue is not None and queue in self.connection.durable:
+            name = self.connection.options.queue(queue)
+            self.connection.receiver.cancel(self.channel_id, name, _is_known_to_worker)
+
+    def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
+        """Return one message, or None."""
+        options = self.connection.options
+        name = options.queue(queue)
+        receiver = self.connection.receiver
+        with self.connection.calls() as client:
+            received_at = time.monotonic()
+            messages = client.receive(
+                name, options.consumer, 1, worker=receiver.name, visibility_timeout=options.visibility_timeout
+            )
+        for _, raw in receiver.take(self.channel_id, name, messages, received_at):
+            message = self.Message(raw, channel=self)
+            if no_ack:
+                receiver.acknowledge(message.delivery_tag)
+            return message
+        return None
+
+    def basic_qos(self, prefetch_size: int = 0, prefetch_count: int = 0, apply_global: bool = False) -> None:
+        """Set how many messages without an outcome the channel may have; 0 is 1000."""
+        super().basic_qos(prefetch_size, prefetch_count, apply_global)
+        if self.connection.open_receiver is not None:
+            self.connection.open_receiver.wake()
+
+    def close(self) -> None:
+        """Release what has no outcome."""
+        if not self.closed:
+            self.qos.restore_unacked()
+        super().close()
+
+
+def _is_known_to_worker(task_id: str | None) -> bool:
+    """Return whether the worker of this process still means to run a task. At a stop it forgets those that it
+    has not begun, before it cancels its consumers."""
+    state = sys.modules.get("celery.worker.state")
+    return state is None or task_id in state.requests

@@ -1,0 +1,449 @@
+"""What a connection of kombu receives: messages of queues, which it leases, and of logs, which it only reads.
+
+A thread does all of this over a connection of its own, and connects again after a fault of the database. It
+takes the outcomes that Celery gives to messages, from any thread, and reports those that came meanwhile in the
+round trip in which it receives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+
+import psycopg
+from psycopg import sql
+
+from .. import _batches, _encode
+from .._batches import ACK, RELEASE, Batch, MessageOutcome
+from .._connection import Progress, keep_connected, open_client
+from .._leases import Heartbeat, kept
+from .._listen import listen, queue_of
+from .._sources import Sources
+from .._statements import MAX_BYTES
+from .._stopper import Stopper
+from ..client import PgqueClient
+from ..errors import PgqueError, PgqueTickNotFound, from_psycopg, one_line
+from ..types import Message
+from ..workers import _report_and_receive
+from ._options import Options
+from ._wire import Raw, raw_of
+
+log = logging.getLogger("pgque.celery")
+
+_FOREIGN = MessageOutcome("dead", None, "the payload is not a message of kombu")
+_REJECTED = MessageOutcome("dead", None, "rejected by Celery, without requeue")
+
+# Messages in hand where a channel has no prefetch count.
+_UNLIMITED = 1000
+
+# Seconds between two round trips at least, in which outcomes gather.
+_LINGER = 0.005
+
+# Seconds between checks for expired leases and the like, and where notifications do not come.
+_POLL_INTERVAL, _POLL_INTERVAL_BEHIND_POOLER = 1.0, 0.2
+
+# Seconds between reads of a log that is not notified: a position that stands still for hours is rotated away.
+_LOG_INTERVAL = 10.0
+
+# Seconds after a stop in which outcomes are reported.
+_LAST_REPORT_TIMEOUT = 5.0
+
+_READ = """
+select t.tick_id, w.ev_data
+from (select coalesce(pgque.next_tick(%(queue)s::text, %(after)s::bigint), %(after)s::bigint) offset 0) as t (tick_id)
+left join lateral pgque.read_window(%(queue)s::text, %(after)s::bigint, t.tick_id) as w on true
+"""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A message that was received, and has no outcome."""
+
+    batch: Batch[Message]
+    msg_id: int
+    channel: int
+    queue: str
+    task_id: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Log:
+    """A log that is read, and how far: messages go to `deliver`."""
+
+    queue: str  # of pgque
+    tick: int
+    deliver: Callable[[Raw], Iterable[str]] = field(repr=False)  # names of the queues that a message is for
+    is_due: bool = True
+    read_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Channel:
+    """The queues that a channel consumes, and how many messages it may have."""
+
+    prefetch: Callable[[], int]
+    queues: dict[str, bool] = field(default_factory=dict)  # of pgque; whether each is acknowledged at once
+    sources: Sources | None = None
+
+
+class Receiver:
+    """Receive in a thread, for one connection of kombu."""
+
+    def __init__(self, dsn: str, options: Options) -> None:
+        self._dsn = dsn
+        self._options = options
+        self.name = _batches.worker_name()
+        self._seconds = _encode.total_seconds(options.visibility_timeout)
+        self._pid = os.getpid()
+        self._stopper = Stopper()
+        self._changed = threading.Condition()
+        self._control: deque[tuple[str, Raw]] = deque()
+        self._tasks: deque[tuple[str, Raw]] = deque()
+        self._held: dict[str, _Held] = {}
+        self._in_hand: Counter[int] = Counter()
+        self._channels: dict[int, _Channel] = {}
+        self._logs: dict[tuple[str, str], _Log] = {}  # by queue and exchange, of kombu
+        self._outcomes: list[tuple[Batch[Message], int, MessageOutcome]] = []
+        self._batches: dict[int, Batch[Message]] = {}
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._readable, self._writable = socket.socketpair()
+        self._readable.setblocking(False)
+        self._writable.setblocking(False)
+
+    # -- what other threads call -------------------------------------------------------------------
+
+    @property
+    def is_inherited(self) -> bool:
+        """Return whether this is the copy of a parent process, which must not be used."""
+        return os.getpid() != self._pid
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable when there are messages."""
+        return self._readable.fileno()
+
+    def consume(self, channel: int, queue: str, no_ack: bool, prefetch: Callable[[], int]) -> None:
+        """Receive from a queue of pgque, on behalf of a channel."""
+        with self._changed:
+            consumed = self._channels.setdefault(channel, _Channel(prefetch))
+            consumed.queues[queue] = no_ack
+            self._choose_sources(consumed)
+        self._begin()
+
+    def cancel(self, channel: int, queue: str, is_running: Callable[[str | None], bool]) -> None:
+        """Receive no more from a queue, and release its messages whose task is not running or about to."""
+        if self.is_inherited:
+            return
+        with self._changed:
+            consumed = self._channels.get(channel)
+            if consumed is not None and consumed.queues.pop(queue, None) is not None:
+                self._choose_sources(consumed)
+            waiting = {raw["properties"]["delivery_tag"] for _, raw in self._tasks}
+            released = [
+                tag
+                for tag, held in self._held.items()
+                if (held.channel, held.queue) == (channel, queue)
+                and (tag in waiting or not is_running(held.task_id))
+            ]
+            self._tasks = deque(
+                (name, raw) for name, raw in self._tasks if raw["properties"]["delivery_tag"] not in released
+            )
+        for tag in released:
+            self.report(tag, RELEASE)
+
+    def read(self, queue: str, exchange: str, source: str, tick: int, deliver: Callable[[Raw], Iterable[str]]) -> None:
+        """Read the log of an exchange from a tick on, for a queue of kombu."""
+        with self._changed:
+            self._logs.setdefault((queue, exchange), _Log(source, tick, deliver))
+        self._begin()
+
+    def forget(self, queue: str) -> None:
+        """Read no more for a queue of kombu."""
+        with self._changed:
+            for key in [key for key in self._logs if key[0] == queue]:
+                del self._logs[key]
+            self._control = deque((name, raw) for name, raw in self._control if name != queue)
+
+    def take(self, channel: int, queue: str, messages: list[Message], received_at: float) -> list[tuple[str, Raw]]:
+        """Take over messages that were received, and return them as kombu's; others are given up."""
+        if not messages:
+            return []
+        batch = Batch(messages, received_at)
+        taken = []
+        with self._changed:
+            self._batches[batch.batch_id] = batch
+            for message in messages:
+                tag = f"{batch.batch_id}-{message.msg_id}"
+                raw = raw_of(message.payload, tag, (message.receive_count or 1) > 1)
+                if raw is None:
+                    log.error("message %s of queue %s is not one of kombu", message.msg_id, queue)
+                    self._outcomes.append((batch, message.msg_id, _FOREIGN))
+                    continue
+                task_id = (raw.get("headers") or {}).get("id")
+                self._held[tag] = _Held(batch, message.msg_id, channel, queue, task_id)
+                self._in_hand[channel] += 1
+                taken.append((queue, raw))
+        self._begin()
+        return taken
+
+    def acknowledge(self, tag: str) -> None:
+        """Acknowledge a message."""
+        self.report(tag, ACK)
+
+    def reject(self, tag: str, requeue: bool) -> None:
+        """Give a message up, or hand it back."""
+        self.report(tag, RELEASE if requeue else _REJECTED)
+
+    def report(self, tag: str, outcome: MessageOutcome) -> None:
+        """Note the outcome of a message, to be reported at once; the first one counts."""
+        if self.is_inherited:
+            return
+        with self._changed:
+            held = self._held.pop(tag, None)
+            if held is None:
+                return
+            self._in_hand[held.channel] -= 1
+            self._outcomes.append((held.batch, held.msg_id, outcome))
+        self._stopper.wake()
+
+    def close_channel(self, channel: int) -> None:
+        """Receive no more for a channel, and release its messages."""
+        if self.is_inherited:
+            return
+        with self._changed:
+            self._channels.pop(channel, None)
+            tags = [tag for tag, held in self._held.items() if held.channel == channel]
+            self._tasks = deque((name, raw) for name, raw in self._tasks if raw["properties"]["delivery_tag"] not in tags)
+        for tag in tags:
+            self.report(tag, RELEASE)
+
+    def next(self, timeout: float | None) -> tuple[str, Raw]:
+        """Return the next message and the queue it is for, those of logs first.
+
+        Raises socket.timeout after so many seconds, None is no limit, and the error that ended the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._control or self._tasks or self._error, timeout)
+            if self._control:
+                return self._control.popleft()
+            if self._tasks:
+                return self._tasks.popleft()
+            if self._error is not None:
+                raise self._error
+        raise socket.timeout("no message came in time")
+
+    def wake(self) -> None:
+        """Have the thread look whether there is room for more messages."""
+        self._stopper.wake()
+
+    def drain_signal(self) -> None:
+        """Read what made `fileno` readable."""
+        with suppress(BlockingIOError):
+            self._readable.recv(4096)
+
+    def close(self) -> None:
+        """Report what is left, for some seconds at most, and end."""
+        if self.is_inherited:
+            return
+        for channel in list(self._channels) + list(self._in_hand):
+            self.close_channel(channel)
+        self._stopper.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LAST_REPORT_TIMEOUT + 1)
+        self._readable.close()
+        self._writable.close()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="pgque celery", daemon=True)
+                self._thread.start()
+        self._stopper.wake()
+
+    def _choose_sources(self, consumed: _Channel) -> None:
+        weights = dict.fromkeys(consumed.queues, 1.0)
+        interval = self._options.polling_interval or _POLL_INTERVAL
+        consumed.sources = Sources(weights, "weighted", interval) if weights else None
+
+    def _run(self) -> None:
+        try:
+            with (
+                self._stopper.running(False),
+                kept(self._dsn, self.name, self._seconds, lambda: list(self._batches.values()), Heartbeat()),
+            ):
+                keep_connected(
+                    self._stopper,
+                    self._session,
+                    queue="celery",
+                    consumer=self._options.consumer,
+                    log=log,
+                    is_done=self._is_done,
+                )
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._signal()
+
+    def _is_done(self) -> bool:
+        if not self._stopper.is_set():
+            return False
+        has_outcomes = self._outcomes or any(b.must_report or b.has_outcomes for b in self._batches.values() if not b.lost)
+        return not has_outcomes or self._stopper.stopped_for() > _LAST_REPORT_TIMEOUT
+
+    def _signal(self) -> None:
+        """Wake who waits for messages."""
+        self._changed.notify_all()
+        with suppress(OSError):  # full or closed
+            self._writable.send(b"x")
+
+    def _session(self, progress: Progress) -> None:
+        """Work over one connection; what is held outlives it."""
+        with closing(open_client(self._dsn, "pgque celery", read_committed=True)) as client:
+            client.conn.add_notify_handler(lambda notify: self._note(notify.channel))
+            interval = self._options.polling_interval
+            if interval is None:
+                interval = _POLL_INTERVAL if client._is_direct else _POLL_INTERVAL_BEHIND_POOLER
+            listening: set[str] = set()
+            with self._stopper.stop_deadline(client.conn, _LAST_REPORT_TIMEOUT):
+                self._report_and_receive(client, may_receive=False)  # alone, as Worker._begin says why
+                while not self._is_done():
+                    began = time.monotonic()
+                    self._listen(client, listening)
+                    has_more = self._report_and_receive(client)
+                    self._read_logs(client, interval)
+                    progress.made = True
+                    if not has_more:
+                        self._wait(client, interval)
+                    if (rest := began + _LINGER - time.monotonic()) > 0:
+                        time.sleep(rest)
+
+    def _listen(self, client: PgqueClient, listening: set[str]) -> None:
+        with self._changed:
+            wanted = {queue for consumed in self._channels.values() for queue in consumed.queues}
+            wanted |= {it.queue for it in self._logs.values()}
+        for queue in wanted - listening:
+            listen(client, queue)
+            listening.add(queue)
+            self._note(queue)
+        for queue in listening - wanted:
+            client.conn.execute(sql.SQL("unlisten {}").format(sql.Identifier(f"pgque_{queue}")))
+            listening.discard(queue)
+
+    def _note(self, channel: str) -> None:
+        """Take note that a queue may have messages."""
+        queue = queue_of(channel)
+        with self._changed:
+            for consumed in self._channels.values():
+                if queue in consumed.queues and consumed.sources is not None:
+                    consumed.sources.wake(queue)
+            for it in self._logs.values():
+                it.is_due |= it.queue == queue
+
+    def _wait(self, client: PgqueClient, interval: float) -> None:
+        with self._changed:
+            if self._outcomes:
+                return
+        try:
+            channels = self._stopper.wait(client.conn, interval, self._stopper.is_set())
+        except psycopg.Error as error:
+            raise from_psycopg(error) from error
+        for channel in channels:
+            self._note(channel)
+
+    def _report_and_receive(self, client: PgqueClient, may_receive: bool = True) -> bool:
+        """Report outcomes, and receive messages for a channel that has room for some; return whether it
+        received some."""
+        with self._changed:
+            outcomes, self._outcomes = self._outcomes, []
+            for batch, msg_id, outcome in outcomes:
+                batch.record([msg_id], outcome)
+            reported = [batch for batch in self._batches.values() if batch.has_outcomes and not batch.lost]
+            for batch in reported:
+                if outcomes:
+                    self._note_released(batch.queue)
+            found = self._find_source() if may_receive and not self._stopper.is_set() else None
+        now = time.monotonic()
+        receive = None
+        if found is not None:
+            number, sources, source, room = found
+            sources.note_asked(source, now)
+            receive = _batches.receive(
+                source.queue, self._options.consumer, self.name, room, self._options.visibility_timeout, MAX_BYTES
+            )
+        elif not reported:
+            return False
+        try:
+            received = _report_and_receive(client, self._options.consumer, reported, receive, Message)
+        except PgqueError as error:
+            if found is not None:
+                error.queue = error.queue or found[2].queue
+            raise
+        with self._changed:
+            for batch in [batch for batch in self._batches.values() if batch.is_finished or batch.lost]:
+                del self._batches[batch.batch_id]
+        if found is None:
+            return False
+        sources.note_received(source, len(received))
+        self._deliver(number, source.queue, self.take(number, source.queue, received, now))
+        return bool(received)
+
+    def _note_released(self, queue: str | None) -> None:
+        for consumed in self._channels.values():
+            if queue in consumed.queues and consumed.sources is not None:
+                consumed.sources.wake(queue)
+
+    def _find_source(self):  # type: ignore[no-untyped-def]
+        now = time.monotonic()
+        for number, consumed in self._channels.items():
+            room = (consumed.prefetch() or _UNLIMITED) - self._in_hand[number]
+            if room > 0 and consumed.sources is not None:
+                source = consumed.sources.next(now)
+                if source is not None:
+                    return number, consumed.sources, source, room
+        return None
+
+    def _deliver(self, number: int, queue: str, messages: list[tuple[str, Raw]]) -> None:
+        with self._changed:
+            consumed = self._channels.get(number)
+            is_consumed = consumed is not None and queue in consumed.queues
+            no_ack = consumed is not None and consumed.queues.get(queue, False)
+            if is_consumed:
+                name = queue.removeprefix(self._options.queue_prefix)
+                self._tasks.extend((name, raw) for _, raw in messages)
+                self._signal()
+        for _, raw in messages:
+            if not is_consumed:  # since the call began
+                self.report(raw["properties"]["delivery_tag"], RELEASE)
+            elif no_ack:
+                self.report(raw["properties"]["delivery_tag"], ACK)
+
+    def _read_logs(self, client: PgqueClient, interval: float) -> None:
+        now = time.monotonic()
+        pause = _LOG_INTERVAL if client._is_direct else interval
+        with self._changed:
+            due = [it for it in self._logs.values() if it.is_due or now - it.read_at > pause]
+            for it in due:
+                it.is_due, it.read_at = False, now
+        for it in due:
+            try:
+                rows = client._rows(_READ, {"queue": it.queue, "after": it.tick}, lambda tick, data: (tick, data))
+            except PgqueTickNotFound as error:
+                log.warning("messages of %s are lost, as they were not read in time: %s", it.queue, one_line(error))
+                it.tick = client._value(int, "select pgque.tick_for(%(queue)s::text, 'latest')", {"queue": it.queue})
+                continue
+            with self._changed:
+                for tick, data in rows:
+                    it.tick = tick
+                    raw = raw_of(data, "", False) if data is not None else None
+                    if raw is not None:
+                        self._control.extend((queue, raw) for queue in it.deliver(raw))
+                if rows:
+                    self._signal()

@@ -1,0 +1,138 @@
+"""A connection of kombu."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psycopg
+from kombu.transport import virtual
+
+from .._connection import open_client
+from ..client import PgqueClient
+from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError
+from ._channel import Channel
+from ._options import Options, dsn_of, without_password
+from ._receiver import Receiver
+
+# What a forked process has of its parent's connections: to close them would end the parent's sessions.
+_inherited: list[object] = []
+
+
+class Transport(virtual.Transport):
+    """Run Celery, and whatever uses kombu, on pgque."""
+
+    Channel = Channel
+    can_parse_url = True
+    driver_type = "pgque"
+    driver_name = "psycopg"
+    connection_errors = (*virtual.Transport.connection_errors, PgqueConnectionError)
+    channel_errors = (*virtual.Transport.channel_errors, PgqueError)
+    recoverable_connection_errors = connection_errors
+    recoverable_channel_errors = ()
+    implements = virtual.Transport.implements.extend(
+        asynchronous=True, exchange_type=frozenset(["direct", "topic", "fanout"]), heartbeats=False
+    )
+
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        if len(client.alt) > 1:
+            raise PgqueBadArgument(
+                "a broker's URL names several brokers",
+                hint="Name the servers of one database in one URL: pgque://host1,host2/database",
+            )
+        if client.ssl:
+            raise PgqueBadArgument(
+                "broker_use_ssl does not apply to pgque", hint="Say so in the URL: pgque://…?sslmode=verify-full"
+            )
+        super().__init__(client, **kwargs)
+        self.dsn = dsn_of(client.hostname)
+        self.options = Options.from_given(client.transport_options)
+        self.durable: set[str] = set()  # queues of kombu that are queues of pgque
+        self._calls: PgqueClient | None = None
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self.open_receiver: Receiver | None = None
+
+    def driver_version(self) -> str:
+        """Return the version of psycopg."""
+        return psycopg.__version__
+
+    def as_uri(self, uri: str, include_password: bool = False, mask: str = "**") -> str:
+        """Return the URL for a log."""
+        return uri if include_password else without_password(uri, mask)
+
+    @property
+    def default_connection_params(self) -> dict[str, object]:
+        """Return nothing: libpq has defaults of its own."""
+        return {}
+
+    def establish_connection(self) -> Transport:
+        """Connect to the database."""
+        with self.calls():
+            pass
+        return super().establish_connection()
+
+    def close_connection(self, connection: object) -> None:
+        """Release the messages that have no outcome, and close the connections."""
+        super().close_connection(connection)
+        if self.open_receiver is not None:
+            self.open_receiver.close()
+            self.open_receiver = None
+        if self._pid == os.getpid() and self._calls is not None:
+            self._calls.close()
+        self._calls = None
+
+    def verify_connection(self, connection: object) -> bool:
+        """Return whether the connection is open, as far as is known."""
+        return self._calls is not None and not self._calls.conn.closed
+
+    @contextmanager
+    def calls(self) -> Iterator[PgqueClient]:
+        """Give the connection for calls that are not the receiver's, to one thread at a time."""
+        if self._pid != os.getpid():
+            _inherited.extend([self._calls, self._lock, self.open_receiver])
+            self._calls, self._lock, self._pid, self.open_receiver = None, threading.RLock(), os.getpid(), None
+        with self._lock:
+            if self._calls is None or self._calls.conn.closed:
+                self._calls = open_client(self.dsn, "pgque celery calls")
+            yield self._calls
+
+    @property
+    def receiver(self) -> Receiver:
+        """Return what receives for this connection."""
+        if self.open_receiver is None or self.open_receiver.is_inherited:
+            self.open_receiver = Receiver(self.dsn, self.options)
+        return self.open_receiver
+
+    def drain_events(self, connection: object, timeout: float | None = None) -> None:
+        """Deliver one message, or raise socket.timeout."""
+        self._deliver_next(self.receiver, timeout)
+
+    def _deliver_next(self, receiver: Receiver, timeout: float | None) -> None:
+        queue, raw = receiver.next(timeout)
+        callback = self._callbacks.get(queue)
+        if callback is not None:
+            callback(raw)
+        else:  # it was cancelled meanwhile
+            receiver.reject(raw["properties"]["delivery_tag"], requeue=True)
+
+    def register_with_event_loop(self, connection: object, loop: Any) -> None:
+        """Deliver messages from an event loop."""
+        receiver = self.receiver
+        loop.add_reader(receiver.fileno(), self._on_readable, receiver)
+
+    def unregister_from_event_loop(self, connection: object, loop: Any) -> None:
+        """Deliver no more from an event loop."""
+        if self.open_receiver is not None:
+            loop.remove_reader(self.open_receiver.fileno())
+
+    def _on_readable(self, receiver: Receiver) -> None:
+        receiver.drain_signal()
+        with suppress(socket.timeout):
+            while True:
+                self._deliver_next(receiver, 0)
