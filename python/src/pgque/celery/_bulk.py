@@ -35,8 +35,8 @@ def bulk(conn: object = None) -> Iterator[None]:
             for user in users:
                 welcome.delay(user.id)
 
-    With `conn`, which is what `pgque.send` takes, they are sent in its open transaction, so that they run only
-    if it commits. Messages of remote control and events are sent at once. Calls `pgque.send_batch`.
+    With `conn`, which is what `pgque.send` takes, they are sent in its open transaction, so that they run
+    only if it commits. Messages of remote control and events are sent at once. Calls `pgque.send_batch`.
     """
     published: _Published = {}
     transports: list[Any] = []

@@ -9,7 +9,6 @@ from typing import Any
 from amqp.protocol import queue_declare_ok_t
 from kombu.exceptions import ChannelError
 from kombu.transport import virtual
-from kombu.transport.virtual.exchange import STANDARD_EXCHANGE_TYPES
 from kombu.utils.uuid import uuid
 
 from ..client import PgqueClient
@@ -75,8 +74,6 @@ class Channel(virtual.Channel):
     """
 
     QoS = QoS
-    supports_fanout = True
-    exchange_types = dict(STANDARD_EXCHANGE_TYPES)
     from_transport_options = ()
     connection: Any
 
@@ -109,7 +106,7 @@ class Channel(virtual.Channel):
         name = options.queue(queue)
         try:
             try:
-                return int(client.get_consumer_info(name, options.consumer)[0].pending_events)
+                return client.get_consumer_info(name, options.consumer)[0].pending_events or 0
             except (PgqueQueueNotFound, PgqueConsumerNotFound):
                 if not create:
                     raise
@@ -117,8 +114,8 @@ class Channel(virtual.Channel):
                     client.create_queue(name, options.config())
                     client.subscribe(name, options.consumer)
                 return 0
-        except PgquePermissionDenied as error:
-            return 0
+        except PgquePermissionDenied:
+            return 0  # another role has created it, or the first call that needs it says what is missing
         except (PgqueQueueNotFound, PgqueConsumerNotFound) as error:
             raise ChannelError(
                 f"NOT_FOUND - no queue {name!r} with a consumer {options.consumer!r}",
@@ -128,7 +125,12 @@ class Channel(virtual.Channel):
             ) from error
 
     def queue_bind(
-        self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
+        self,
+        queue: str,
+        exchange: str | None = None,
+        routing_key: str = "",
+        arguments: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Bind a queue: one that is not durable reads from now on."""
         exchange = exchange or "amq.direct"
@@ -137,9 +139,6 @@ class Channel(virtual.Channel):
         if queue not in self.connection.durable:
             self._read(queue, exchange)
         super().queue_bind(queue, exchange, routing_key, arguments)
-
-    def _queue_bind(self, *args: Any) -> None:
-        """Do nothing: the bindings of a process are in its memory."""
 
     def _read(self, queue: str, exchange: str) -> None:
         source = self.connection.options.log(exchange)
@@ -159,11 +158,18 @@ class Channel(virtual.Channel):
         self.connection.receiver.read(queue, exchange, source, tick, deliver)
 
     def queue_unbind(
-        self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
+        self,
+        queue: str,
+        exchange: str | None = None,
+        routing_key: str = "",
+        arguments: Any = None,
+        **kwargs: Any,
     ) -> None:
         super().queue_unbind(queue, exchange or "amq.direct", routing_key, arguments)
 
-    def queue_delete(self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any) -> None:
+    def queue_delete(
+        self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any
+    ) -> None:
         """Drop a queue, unless others are subscribed to it."""
         for exchange, routing_key, arguments in list(self.state.queue_bindings(queue)):
             self.queue_unbind(queue, exchange, routing_key, arguments)
@@ -171,6 +177,7 @@ class Channel(virtual.Channel):
         if queue not in self.connection.durable:
             if self.connection.open_receiver is not None:
                 self.connection.open_receiver.forget(queue)
+                self.connection.close_idle_receiver()
             return
         options = self.connection.options
         name = options.queue(queue)
@@ -199,14 +206,17 @@ class Channel(virtual.Channel):
         """Return a body for JSON: a text is one already."""
         if isinstance(body, str):
             return body, None
-        return super().encode_body(body, encoding)
+        encoded: tuple[Any, str | None] = super().encode_body(body, encoding)
+        return encoded
 
     def basic_publish(self, message: Raw, exchange: str, routing_key: str, **kwargs: Any) -> None:
         """Send a message to the queues that are bound, or to the log of the exchange."""
         self._inplace_augment_message(message, exchange, routing_key)
         queues = [routing_key]
         if exchange:
-            queues = [queue for queue in self._bound(exchange, routing_key) if queue in self.connection.durable]
+            queues = [
+                queue for queue in self._bound(exchange, routing_key) if queue in self.connection.durable
+            ]
         event = event_of(message)
         for queue in queues:
             self._send(queue, event)
@@ -235,7 +245,7 @@ class Channel(virtual.Channel):
         declared = self.state.exchanges.get(exchange)
         if declared is None or (declared["type"] == "direct" and declared["durable"]):
             raise ChannelError(
-                f"no queue that this process has declared is bound to exchange {exchange!r} with {routing_key!r}:"
+                f"no queue that this process declared is bound to exchange {exchange!r} with {routing_key!r}:"
                 " name the queue (queue=…), or declare it first",
                 (50, 10),
                 "Channel.basic_publish",
@@ -258,7 +268,9 @@ class Channel(virtual.Channel):
 
     # -- consume -----------------------------------------------------------------------------------
 
-    def basic_consume(self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any) -> None:
+    def basic_consume(
+        self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any
+    ) -> None:
         """Receive from a queue."""
         super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
         if queue in self.connection.durable:
@@ -305,7 +317,7 @@ class Channel(virtual.Channel):
 
 
 def _is_known_to_worker(task_id: str | None) -> bool:
-    """Return whether the worker of this process still means to run a task. At a stop it forgets those that it
-    has not begun, before it cancels its consumers."""
+    """Return whether the worker of this process may still run a task. At a stop it forgets those that it has
+    not begun, before it cancels its consumers."""
     state = sys.modules.get("celery.worker.state")
-    return state is None or task_id in state.requests
+    return state is None or task_id is None or task_id in state.requests

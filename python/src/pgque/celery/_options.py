@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from ..types import Seconds, Setting
 
 _SCHEME = re.compile(r"^pgque(\+\w+)?://")
-_PASSWORDS = (re.compile(r"(//[^:/@?]*:)[^@]*(?=@)"), re.compile(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)"))
+_PASSWORDS = (
+    re.compile(r"(//[^:/@?]*:)[^@]*(?=@)"),
+    re.compile(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)"),
+)
 
 # A stop of a worker releases what it has prefetched, and that counts as a delivery.
 _MAX_RECEIVE_ATTEMPTS = 20

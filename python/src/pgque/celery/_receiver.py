@@ -1,8 +1,8 @@
 """What a connection of kombu receives: messages of queues, which it leases, and of logs, which it only reads.
 
 A thread does all of this over a connection of its own, and connects again after a fault of the database. It
-takes the outcomes that Celery gives to messages, from any thread, and reports those that came meanwhile in the
-round trip in which it receives.
+takes the outcomes that Celery gives to messages, from any thread, and reports those that have come together
+in the round trip in which it receives.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import psycopg
 from psycopg import sql
@@ -25,7 +26,7 @@ from .._batches import ACK, RELEASE, Batch, MessageOutcome
 from .._connection import Progress, keep_connected, open_client
 from .._leases import Heartbeat, kept
 from .._listen import listen, queue_of
-from .._sources import Sources
+from .._sources import Source, Sources
 from .._statements import MAX_BYTES
 from .._stopper import Stopper
 from ..client import PgqueClient
@@ -57,7 +58,9 @@ _LAST_REPORT_TIMEOUT = 5.0
 
 _READ = """
 select t.tick_id, w.ev_data
-from (select coalesce(pgque.next_tick(%(queue)s::text, %(after)s::bigint), %(after)s::bigint) offset 0) as t (tick_id)
+from (
+  select coalesce(pgque.next_tick(%(queue)s::text, %(after)s::bigint), %(after)s::bigint) offset 0
+) as t (tick_id)
 left join lateral pgque.read_window(%(queue)s::text, %(after)s::bigint, t.tick_id) as w on true
 """
 
@@ -93,6 +96,15 @@ class _Channel:
     sources: Sources | None = None
 
 
+class _Found(NamedTuple):
+    """A queue to receive from, on behalf of a channel that has room for some messages."""
+
+    channel: int
+    sources: Sources
+    source: Source
+    room: int
+
+
 class Receiver:
     """Receive in a thread, for one connection of kombu."""
 
@@ -124,6 +136,12 @@ class Receiver:
     def is_inherited(self) -> bool:
         """Return whether this is the copy of a parent process, which must not be used."""
         return os.getpid() != self._pid
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether there is nothing to receive, and nothing was received that has no outcome."""
+        with self._changed:
+            return not (any(it.queues for it in self._channels.values()) or self._logs or self._held)
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable when there are messages."""
@@ -158,7 +176,9 @@ class Receiver:
         for tag in released:
             self.report(tag, RELEASE)
 
-    def read(self, queue: str, exchange: str, source: str, tick: int, deliver: Callable[[Raw], Iterable[str]]) -> None:
+    def read(
+        self, queue: str, exchange: str, source: str, tick: int, deliver: Callable[[Raw], Iterable[str]]
+    ) -> None:
         """Read the log of an exchange from a tick on, for a queue of kombu."""
         with self._changed:
             self._logs.setdefault((queue, exchange), _Log(source, tick, deliver))
@@ -171,7 +191,9 @@ class Receiver:
                 del self._logs[key]
             self._control = deque((name, raw) for name, raw in self._control if name != queue)
 
-    def take(self, channel: int, queue: str, messages: list[Message], received_at: float) -> list[tuple[str, Raw]]:
+    def take(
+        self, channel: int, queue: str, messages: list[Message], received_at: float
+    ) -> list[tuple[str, Raw]]:
         """Take over messages that were received, and return them as kombu's; others are given up."""
         if not messages:
             return []
@@ -220,14 +242,16 @@ class Receiver:
         with self._changed:
             self._channels.pop(channel, None)
             tags = [tag for tag, held in self._held.items() if held.channel == channel]
-            self._tasks = deque((name, raw) for name, raw in self._tasks if raw["properties"]["delivery_tag"] not in tags)
+            self._tasks = deque(
+                (name, raw) for name, raw in self._tasks if raw["properties"]["delivery_tag"] not in tags
+            )
         for tag in tags:
             self.report(tag, RELEASE)
 
     def next(self, timeout: float | None) -> tuple[str, Raw]:
         """Return the next message and the queue it is for, those of logs first.
 
-        Raises socket.timeout after so many seconds, None is no limit, and the error that ended the thread."""
+        Raises TimeoutError after so many seconds, None is no limit, and the error that ended the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._control or self._tasks or self._error, timeout)
             if self._control:
@@ -236,7 +260,7 @@ class Receiver:
                 return self._tasks.popleft()
             if self._error is not None:
                 raise self._error
-        raise socket.timeout("no message came in time")
+        raise TimeoutError("no message came in time")
 
     def wake(self) -> None:
         """Have the thread look whether there is room for more messages."""
@@ -295,8 +319,8 @@ class Receiver:
     def _is_done(self) -> bool:
         if not self._stopper.is_set():
             return False
-        has_outcomes = self._outcomes or any(b.must_report or b.has_outcomes for b in self._batches.values() if not b.lost)
-        return not has_outcomes or self._stopper.stopped_for() > _LAST_REPORT_TIMEOUT
+        is_left = self._outcomes or any(batch.has_outcomes for batch in list(self._batches.values()))
+        return not is_left or self._stopper.stopped_for() > _LAST_REPORT_TIMEOUT
 
     def _signal(self) -> None:
         """Wake who waits for messages."""
@@ -341,9 +365,7 @@ class Receiver:
         """Take note that a queue may have messages."""
         queue = queue_of(channel)
         with self._changed:
-            for consumed in self._channels.values():
-                if queue in consumed.queues and consumed.sources is not None:
-                    consumed.sources.wake(queue)
+            self._wake_sources(queue)
             for it in self._logs.values():
                 it.is_due |= it.queue == queue
 
@@ -367,47 +389,47 @@ class Receiver:
                 batch.record([msg_id], outcome)
             reported = [batch for batch in self._batches.values() if batch.has_outcomes and not batch.lost]
             for batch in reported:
-                if outcomes:
-                    self._note_released(batch.queue)
+                self._wake_sources(batch.queue)  # one that is released can be received again
             found = self._find_source() if may_receive and not self._stopper.is_set() else None
-        now = time.monotonic()
-        receive = None
-        if found is not None:
-            number, sources, source, room = found
-            sources.note_asked(source, now)
-            receive = _batches.receive(
-                source.queue, self._options.consumer, self.name, room, self._options.visibility_timeout, MAX_BYTES
-            )
-        elif not reported:
-            return False
-        try:
-            received = _report_and_receive(client, self._options.consumer, reported, receive, Message)
-        except PgqueError as error:
-            if found is not None:
-                error.queue = error.queue or found[2].queue
-            raise
-        with self._changed:
-            for batch in [batch for batch in self._batches.values() if batch.is_finished or batch.lost]:
-                del self._batches[batch.batch_id]
         if found is None:
+            if reported:
+                _report_and_receive(client, None, reported, None, Message)
+                self._forget_finished()
             return False
-        sources.note_received(source, len(received))
-        self._deliver(number, source.queue, self.take(number, source.queue, received, now))
+        now = time.monotonic()
+        queue, consumer = found.source.queue, self._options.consumer
+        found.sources.note_asked(found.source, now)
+        timeout = self._options.visibility_timeout
+        receive = _batches.receive(queue, consumer, self.name, found.room, timeout, MAX_BYTES)
+        try:
+            received = _report_and_receive(client, consumer, reported, receive, Message)
+        except PgqueError as error:
+            error.queue = error.queue or queue
+            raise
+        self._forget_finished()
+        found.sources.note_received(found.source, len(received))
+        self._deliver(found.channel, queue, self.take(found.channel, queue, received, now))
         return bool(received)
 
-    def _note_released(self, queue: str | None) -> None:
+    def _forget_finished(self) -> None:
+        with self._changed:
+            for batch in list(self._batches.values()):
+                if batch.is_finished or batch.lost:
+                    del self._batches[batch.batch_id]
+
+    def _wake_sources(self, queue: str | None) -> None:
         for consumed in self._channels.values():
             if queue in consumed.queues and consumed.sources is not None:
                 consumed.sources.wake(queue)
 
-    def _find_source(self):  # type: ignore[no-untyped-def]
+    def _find_source(self) -> _Found | None:
         now = time.monotonic()
-        for number, consumed in self._channels.items():
-            room = (consumed.prefetch() or _UNLIMITED) - self._in_hand[number]
+        for channel, consumed in self._channels.items():
+            room = (consumed.prefetch() or _UNLIMITED) - self._in_hand[channel]
             if room > 0 and consumed.sources is not None:
                 source = consumed.sources.next(now)
                 if source is not None:
-                    return number, consumed.sources, source, room
+                    return _Found(channel, consumed.sources, source, room)
         return None
 
     def _deliver(self, number: int, queue: str, messages: list[tuple[str, Raw]]) -> None:
@@ -434,10 +456,16 @@ class Receiver:
                 it.is_due, it.read_at = False, now
         for it in due:
             try:
-                rows = client._rows(_READ, {"queue": it.queue, "after": it.tick}, lambda tick, data: (tick, data))
+                rows = client._rows(
+                    _READ, {"queue": it.queue, "after": it.tick}, lambda tick, data: (tick, data)
+                )
             except PgqueTickNotFound as error:
-                log.warning("messages of %s are lost, as they were not read in time: %s", it.queue, one_line(error))
-                it.tick = client._value(int, "select pgque.tick_for(%(queue)s::text, 'latest')", {"queue": it.queue})
+                log.warning(
+                    "messages of %s are lost, as they were not read in time: %s", it.queue, one_line(error)
+                )
+                it.tick = client._value(
+                    int, "select pgque.tick_for(%(queue)s::text, 'latest')", {"queue": it.queue}
+                )
                 continue
             with self._changed:
                 for tick, data in rows:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -47,7 +47,8 @@ class Transport(virtual.Transport):
             )
         if client.ssl:
             raise PgqueBadArgument(
-                "broker_use_ssl does not apply to pgque", hint="Say so in the URL: pgque://…?sslmode=verify-full"
+                "broker_use_ssl does not apply to pgque",
+                hint="Say so in the URL: pgque://…?sslmode=verify-full",
             )
         super().__init__(client, **kwargs)
         self.dsn = dsn_of(client.hostname)
@@ -57,6 +58,7 @@ class Transport(virtual.Transport):
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self.open_receiver: Receiver | None = None
+        self._is_in_loop = False  # which waits for the receiver's file descriptor
 
     def driver_version(self) -> str:
         """Return the version of psycopg."""
@@ -75,7 +77,8 @@ class Transport(virtual.Transport):
         """Connect to the database."""
         with self.calls():
             pass
-        return super().establish_connection()
+        super().establish_connection()
+        return self
 
     def close_connection(self, connection: object) -> None:
         """Release the messages that have no outcome, and close the connections."""
@@ -96,9 +99,14 @@ class Transport(virtual.Transport):
         """Give the connection for calls that are not the receiver's, to one thread at a time."""
         if self._pid != os.getpid():
             _inherited.extend([self._calls, self._lock, self.open_receiver])
-            self._calls, self._lock, self._pid, self.open_receiver = None, threading.RLock(), os.getpid(), None
+            self._calls, self._lock, self._pid, self.open_receiver = (
+                None,
+                threading.RLock(),
+                os.getpid(),
+                None,
+            )
         with self._lock:
-            if self._calls is None or self._calls.conn.closed:
+            if self._calls is None or not _is_open(self._calls):
                 self._calls = open_client(self.dsn, "pgque celery calls")
             yield self._calls
 
@@ -108,6 +116,12 @@ class Transport(virtual.Transport):
         if self.open_receiver is None or self.open_receiver.is_inherited:
             self.open_receiver = Receiver(self.dsn, self.options)
         return self.open_receiver
+
+    def close_idle_receiver(self) -> None:
+        """End the receiver when it has nothing to receive: a program that asks for a reply may do so once."""
+        if self.open_receiver is not None and self.open_receiver.is_idle and not self._is_in_loop:
+            self.open_receiver.close()
+            self.open_receiver = None
 
     def drain_events(self, connection: object, timeout: float | None = None) -> None:
         """Deliver one message, or raise socket.timeout."""
@@ -124,15 +138,31 @@ class Transport(virtual.Transport):
     def register_with_event_loop(self, connection: object, loop: Any) -> None:
         """Deliver messages from an event loop."""
         receiver = self.receiver
-        loop.add_reader(receiver.fileno(), self._on_readable, receiver)
+        self._is_in_loop = True
+
+        def deliver_one() -> None:
+            # One at a time, so that between two the worker can stop: the pool "solo" runs a task in here.
+            receiver.drain_signal()
+            with suppress(socket.timeout):
+                self._deliver_next(receiver, 0)
+                loop.call_soon(deliver_one)
+
+        loop.add_reader(receiver.fileno(), deliver_one)
 
     def unregister_from_event_loop(self, connection: object, loop: Any) -> None:
         """Deliver no more from an event loop."""
+        self._is_in_loop = False
         if self.open_receiver is not None:
             loop.remove_reader(self.open_receiver.fileno())
 
-    def _on_readable(self, receiver: Receiver) -> None:
-        receiver.drain_signal()
-        with suppress(socket.timeout):
-            while True:
-                self._deliver_next(receiver, 0)
+
+def _is_open(client: PgqueClient) -> bool:
+    """Return whether an idle connection is open. The server sends nothing over it, unless it has ended it."""
+    if client.conn.closed:
+        return False
+    with selectors.DefaultSelector() as selector:  # as Stopper.wait says why
+        selector.register(client.conn.fileno(), selectors.EVENT_READ)
+        if not selector.select(0):
+            return True
+    client.close()
+    return False

@@ -23,7 +23,8 @@ def event_of(raw: Mapping[str, Any]) -> Event:
 
 
 def _eta(text: object) -> datetime | None:
-    """Return the time of an ETA that is to come; None where it has no time zone, as the worker's then counts."""
+    """Return the time of an ETA that is to come; None if it has no time zone, since that of the worker's
+    application counts then."""
     try:
         eta = datetime.fromisoformat(text) if isinstance(text, str) else None
     except ValueError:
