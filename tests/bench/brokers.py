@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +43,7 @@ app.conf.update(
 )
 
 
-@app.task(name="note")
+@app.task(name="note")  # type: ignore[untyped-decorator]
 def note(sent_at: float) -> None:
     """Write how long the task took to come, and when it came."""
     now = time.time()
@@ -118,7 +117,12 @@ def measure(name: str, tasks: int) -> dict[str, float]:
         options = {"init_extension": False, "use_notify": True} if name == "pgmq" else {}
         app.conf.update(broker_url=url, broker_transport_options=options)
         file = folder / "done"
-        env = {**os.environ, "BENCH_BROKER": url, "BENCH_OPTIONS": json.dumps(options), "BENCH_FILE": str(file)}
+        env = {
+            **os.environ,
+            "BENCH_BROKER": url,
+            "BENCH_OPTIONS": json.dumps(options),
+            "BENCH_FILE": str(file),
+        }
         found: dict[str, float] = {}
         note.delay(0.0)
         if dsn:
@@ -140,7 +144,7 @@ def measure(name: str, tasks: int) -> dict[str, float]:
         command = [sys.executable, "-m", "celery", "-A", "brokers", "worker", "-c", "2", "-l", "error"]
         cpu = cpu_seconds(server)
         with subprocess.Popen(command, cwd=Path(__file__).parent, env=env, start_new_session=True) as worker:
-            stack.callback(lambda: worker.poll() is None and os.killpg(worker.pid, signal.SIGKILL))
+            stack.callback(worker.kill)
             wait_for(file, total + 1)
             found["work_cpu_ms_per_task"] = 1000 * (cpu_seconds(server) - cpu) / total
             ends = sorted(float(line.split()[0]) for line in file.read_text().splitlines())
@@ -148,7 +152,10 @@ def measure(name: str, tasks: int) -> dict[str, float]:
             if dsn:
                 time.sleep(2)  # sessions hand in their statistics
                 with psycopg.connect(dsn) as conn:
-                    dead = "select sum(s.n_dead_tup) from pg_stat_all_tables as s where s.schemaname like 'pg%mq' or s.schemaname = 'pgque'"
+                    dead = (
+                        "select sum(s.n_dead_tup) from pg_stat_all_tables as s"
+                        " where s.schemaname in ('pgmq', 'pgque')"
+                    )
                     found["dead_rows_per_task"] = float((conn.execute(dead).fetchone() or [0])[0]) / total
             cpu, began = cpu_seconds(server), time.time()
             time.sleep(10)

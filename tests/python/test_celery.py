@@ -321,13 +321,21 @@ def test_what_is_no_message_of_kombu_is_a_dead_letter_and_the_others_arrive(
 
 
 def test_messages_that_wait_for_an_ack_stay_leased_however_long(
-    shop: Shop, broker: Broker, tasks: Queue
+    shop: Shop, broker: Broker, tasks: Queue, wait_until: WaitUntil
 ) -> None:
     publish(broker, tasks, "slow", "prefetched")
     reader = Reader(broker, tasks)
     reader.drain(2)
-    with Broker(broker_url(shop.dsn)) as another:
-        Reader(another, tasks).expect_nothing(2.5)  # a lease is a second
+    with pgque.connect(shop.dsn, autocommit=True) as client:
+        [first] = client.list_workers(tasks.name, "celery")
+        assert first.lease_until is not None
+        later = first.lease_until + timedelta(seconds=2)  # a lease is a second
+
+        def is_extended() -> bool:
+            [now] = client.list_workers(tasks.name, "celery")
+            return now.worker == first.worker and now.messages == 2 and (now.lease_until or later) > later
+
+        wait_until(is_extended, "a lease that is extended")
     for message in reader.got:
         message.ack()
 
@@ -386,25 +394,28 @@ def test_each_reader_of_an_exchange_gets_its_messages_and_leaves_nothing_behind(
             assert client.get_consumer_info(f"exchange.{name}") == []
 
 
-def test_a_forked_process_leaves_its_parents_connection_alone(
-    shop: Shop, broker: Broker, tasks: Queue
-) -> None:
+def test_a_forked_process_has_connections_of_its_own(shop: Shop, broker: Broker, tasks: Queue) -> None:
     publish(broker, tasks, "parent's")
-    reader = Reader(broker, tasks)
+    reader = Reader(broker, tasks, prefetch=1)
     message = reader.drain(1)[0]
+    sessions = "select count(*) from pg_stat_activity as a where a.application_name = 'pgque celery calls'"
+    [(before,)] = shop.rows(sessions)
     child = os.fork()
     if child == 0:
-        try:
-            message.ack()
+        with suppress(BaseException):
+            message.ack()  # does nothing
             publish(broker, tasks, "child's")
-            broker.release()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert [message.payload for message in reader.drain(2)] == ["parent's", "child's"]
-    assert shop.statuses(tasks.name) == {"processing": 2}
-    for message in reader.got:
-        message.ack()
+            own = Reader(broker, tasks)
+            if own.drain(1)[0].payload == "child's" and shop.rows(sessions) == [(before + 1,)]:
+                own.got[0].ack()
+                broker.release()
+                os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert shop.statuses(tasks.name) == {"processing": 1}
+    publish(broker, tasks, "after")
+    message.ack()
+    assert reader.drain(2)[1].payload == "after"
 
 
 def test_queues_are_counted_purged_and_deleted(
@@ -426,12 +437,36 @@ def test_one_message_can_be_asked_for(
     publish(broker, tasks, "one", "two")
     bound = tasks(broker.default_channel)
     got: list[Any] = []
-    wait_until(lambda: (message := bound.get()) and not got.append(message), "the message")
+
+    def ask() -> bool:
+        got[:] = [bound.get()]
+        return got != [None]
+
+    wait_until(ask, "the message")
     assert got[0].payload == "one"
     got[0].ack()
     wait_until(lambda: shop.statuses(tasks.name) == {"pending": 1}, "its acknowledgement")
 
 
+def test_a_lost_connection_is_replaced_and_what_a_worker_has_stays_its_own(
+    shop: Shop, broker: Broker, tasks: Queue, wait_until: WaitUntil
+) -> None:
+    publish(broker, tasks, "before")
+    reader = Reader(broker, tasks)
+    reader.drain(1)
+    shop.rows(
+        "select count(pg_terminate_backend(a.pid, 10000)) from pg_stat_activity as a"
+        " where a.datname = current_database() and starts_with(a.application_name, 'pgque celery')"
+    )
+    reader.got[0].ack()
+    publish(broker, tasks, "after")
+    assert reader.drain(2)[1].payload == "after"
+    reader.got[1].ack()
+    wait_until(lambda: shop.statuses(tasks.name) == {}, "both acknowledgements")
+
+
+# A server of its own has to start twice.
+@pytest.mark.slow
 def test_a_restart_of_the_server_loses_nothing_and_what_a_worker_has_stays_its_own(
     wait_until: WaitUntil,
 ) -> None:
@@ -480,13 +515,9 @@ def test_a_route_to_no_queue_is_an_error_and_no_message_is_lost_in_silence(broke
 
 @pytest.mark.pgbouncer
 def test_behind_a_pooler_messages_are_polled_for(shop: Shop, tasks: Queue) -> None:
-    with psycopg.connect(shop.dsn, autocommit=True) as conn:
-        conn.execute(
-            f"do $$ begin create role {pgbouncer.USER} login superuser password '{pgbouncer.PASSWORD}';"
-            " exception when duplicate_object then null; end $$".encode()
-        )
     with pgbouncer.through(shop.dsn) as pooled, Broker(broker_url(pooled)) as broker:
         reader = Reader(broker, tasks)
+        reader.expect_nothing()
         publish(broker, tasks, *range(5))
         for message in reader.drain(5):
             message.ack()

@@ -44,8 +44,9 @@ _REJECTED = MessageOutcome("dead", None, "rejected by Celery, without requeue")
 # Messages in hand where a channel has no prefetch count.
 _UNLIMITED = 1000
 
-# Seconds between two round trips at least, in which outcomes gather.
-_LINGER = 0.005
+# Seconds in which outcomes and room for messages gather before the next round trip, unless there is room for
+# half of a channel's messages before.
+_LINGER = 0.02
 
 # Seconds between checks for expired leases and the like, and where notifications do not come.
 _POLL_INTERVAL, _POLL_INTERVAL_BEHIND_POOLER = 1.0, 0.2
@@ -113,6 +114,7 @@ class Receiver:
         self._options = options
         self.name = _batches.worker_name()
         self._seconds = _encode.total_seconds(options.visibility_timeout)
+        self._interval = options.polling_interval or _POLL_INTERVAL
         self._pid = os.getpid()
         self._stopper = Stopper()
         self._changed = threading.Condition()
@@ -294,8 +296,7 @@ class Receiver:
 
     def _choose_sources(self, consumed: _Channel) -> None:
         weights = dict.fromkeys(consumed.queues, 1.0)
-        interval = self._options.polling_interval or _POLL_INTERVAL
-        consumed.sources = Sources(weights, "weighted", interval) if weights else None
+        consumed.sources = Sources(weights, "weighted", self._interval) if weights else None
 
     def _run(self) -> None:
         try:
@@ -332,9 +333,11 @@ class Receiver:
         """Work over one connection; what is held outlives it."""
         with closing(open_client(self._dsn, "pgque celery", read_committed=True)) as client:
             client.conn.add_notify_handler(lambda notify: self._note(notify.channel))
-            interval = self._options.polling_interval
-            if interval is None:
-                interval = _POLL_INTERVAL if client._is_direct else _POLL_INTERVAL_BEHIND_POOLER
+            if self._options.polling_interval is None:
+                self._interval = _POLL_INTERVAL if client._is_direct else _POLL_INTERVAL_BEHIND_POOLER
+            with self._changed:
+                for consumed in self._channels.values():
+                    self._choose_sources(consumed)
             listening: set[str] = set()
             with self._stopper.stop_deadline(client.conn, _LAST_REPORT_TIMEOUT):
                 self._report_and_receive(client, may_receive=False)  # alone, as Worker._begin says why
@@ -342,12 +345,11 @@ class Receiver:
                     began = time.monotonic()
                     self._listen(client, listening)
                     has_more = self._report_and_receive(client)
-                    self._read_logs(client, interval)
+                    self._read_logs(client)
                     progress.made = True
                     if not has_more:
-                        self._wait(client, interval)
-                    if (rest := began + _LINGER - time.monotonic()) > 0:
-                        time.sleep(rest)
+                        self._wait(client, self._interval)
+                    self._gather(client, began + _LINGER)
 
     def _listen(self, client: PgqueClient, listening: set[str]) -> None:
         with self._changed:
@@ -370,15 +372,21 @@ class Receiver:
                 it.is_due |= it.queue == queue
 
     def _wait(self, client: PgqueClient, interval: float) -> None:
-        with self._changed:
-            if self._outcomes:
-                return
         try:
             channels = self._stopper.wait(client.conn, interval, self._stopper.is_set())
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         for channel in channels:
             self._note(channel)
+
+    def _gather(self, client: PgqueClient, until: float) -> None:
+        """Wait until a time, unless a round trip is worth it before."""
+        while (rest := until - time.monotonic()) > 0 and not self._stopper.is_set():
+            with self._changed:
+                found = self._find_source()
+                if found is not None and found.room >= self._in_hand[found.channel]:
+                    return
+            self._wait(client, rest)
 
     def _report_and_receive(self, client: PgqueClient, may_receive: bool = True) -> bool:
         """Report outcomes, and receive messages for a channel that has room for some; return whether it
@@ -447,9 +455,9 @@ class Receiver:
             elif no_ack:
                 self.report(raw["properties"]["delivery_tag"], ACK)
 
-    def _read_logs(self, client: PgqueClient, interval: float) -> None:
+    def _read_logs(self, client: PgqueClient) -> None:
         now = time.monotonic()
-        pause = _LOG_INTERVAL if client._is_direct else interval
+        pause = _LOG_INTERVAL if client._is_direct else self._interval
         with self._changed:
             due = [it for it in self._logs.values() if it.is_due or now - it.read_at > pause]
             for it in due:
