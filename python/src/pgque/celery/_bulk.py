@@ -10,7 +10,7 @@ from typing import Any
 from ..calls import send_batch
 from ..types import Event
 
-# What was published, by queue and type; and the transport.
+# The messages that a block published, by queue and type; with their transports.
 _Published = dict[tuple[str, str], list[Event]]
 _open: ContextVar[tuple[_Published, list[Any]] | None] = ContextVar("pgque_celery_bulk", default=None)
 

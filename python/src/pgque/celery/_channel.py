@@ -29,7 +29,7 @@ _NEEDS_LOG = "Its role may not create it. As a pgque_admin: select pgque.create_
 
 
 class QoS(virtual.QoS):
-    """What a channel has in hand. The receiver keeps count of it."""
+    """Pass outcomes on to the receiver, which keeps count of the messages of a channel."""
 
     def __init__(self, channel: Channel, prefetch_count: int = 0) -> None:
         self.channel = channel
@@ -59,7 +59,7 @@ class QoS(virtual.QoS):
 
     def restore_unacked(self) -> list[object]:
         if (receiver := self._receiver()) is not None:
-            receiver.close_channel(self.channel.channel_id)
+            receiver.release(self.channel.channel_id)
         return []
 
     def restore_unacked_once(self, stderr: object = None) -> None:
@@ -138,6 +138,15 @@ class Channel(virtual.Channel):
             return
         if queue not in self.connection.durable:
             self._read(queue, exchange)
+        elif self.state.exchanges.get(exchange, {}).get("type") == "fanout":
+            raise ChannelError(
+                f"queue {queue!r} is durable and would be bound to the fanout exchange {exchange!r}, whose"
+                " messages each reader gets from a log: declare it with auto_delete=True or durable=False"
+                " (of Celery: control_queue_durable=False)",
+                (50, 20),
+                "Channel.queue_bind",
+                "403",
+            )
         super().queue_bind(queue, exchange, routing_key, arguments)
 
     def _read(self, queue: str, exchange: str) -> None:
@@ -150,12 +159,7 @@ class Channel(virtual.Channel):
                 self._create_log(client, source)
                 tick = client._value(int, sql, params)
 
-        def deliver(raw: Raw) -> list[str]:
-            info = raw["properties"]["delivery_info"]
-            found = self._bound(exchange, info.get("routing_key", ""))
-            return [queue] if queue in found and queue in self.connection._callbacks else []
-
-        self.connection.receiver.read(queue, exchange, source, tick, deliver)
+        self.connection.read(queue, exchange, source, tick)
 
     def queue_unbind(
         self,
@@ -214,21 +218,12 @@ class Channel(virtual.Channel):
         self._inplace_augment_message(message, exchange, routing_key)
         queues = [routing_key]
         if exchange:
-            queues = [
-                queue for queue in self._bound(exchange, routing_key) if queue in self.connection.durable
-            ]
+            queues = list(self.connection.bound(exchange, routing_key) & self.connection.durable)
         event = event_of(message)
         for queue in queues:
             self._send(queue, event)
         if not queues:
             self._send_to_log(exchange, routing_key, event)
-
-    def _bound(self, exchange: str, routing_key: str) -> set[str]:
-        try:
-            table = self.get_table(exchange)
-        except KeyError:
-            return set()
-        return set(self.typeof(exchange).lookup(table, exchange, routing_key, None) or ())
 
     def _send(self, queue: str, event: Event) -> None:
         name = self.connection.options.queue(queue)
@@ -277,6 +272,8 @@ class Channel(virtual.Channel):
             self.connection.receiver.consume(
                 self.channel_id, self.connection.options.queue(queue), no_ack, lambda: self.qos.prefetch_count
             )
+        elif self.connection.open_receiver is not None:
+            self.connection.open_receiver.wake()
 
     def basic_cancel(self, consumer_tag: str) -> None:
         """Receive no more from a queue, and release the messages that Celery has not begun."""
@@ -311,8 +308,8 @@ class Channel(virtual.Channel):
 
     def close(self) -> None:
         """Release what has no outcome."""
-        if not self.closed:
-            self.qos.restore_unacked()
+        if not self.closed and self.connection.open_receiver is not None:
+            self.connection.open_receiver.close_channel(self.channel_id)
         super().close()
 
 

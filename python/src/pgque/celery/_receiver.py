@@ -1,4 +1,4 @@
-"""What a connection of kombu receives: messages of queues, which it leases, and of logs, which it only reads.
+"""Receive for a connection of kombu: messages of queues, which are leased, and of logs, which are only read.
 
 A thread does all of this over a connection of its own, and connects again after a fault of the database. It
 takes the outcomes that Celery gives to messages, from any thread, and reports those that have come together
@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -78,12 +78,13 @@ class _Held:
 
 
 @dataclass(slots=True, eq=False)
-class _Log:
-    """A log that is read, and how far: messages go to `deliver`."""
+class Log:
+    """A log that is read for a queue of kombu, and how far it was read."""
 
     queue: str  # of pgque
     tick: int
-    deliver: Callable[[Raw], Iterable[str]] = field(repr=False)  # names of the queues that a message is for
+    is_consumed: Callable[[], bool]
+    takes: Callable[[Raw], bool]  # whether a message is for the queue
     is_due: bool = True
     read_at: float = 0.0
 
@@ -123,7 +124,7 @@ class Receiver:
         self._held: dict[str, _Held] = {}
         self._in_hand: Counter[int] = Counter()
         self._channels: dict[int, _Channel] = {}
-        self._logs: dict[tuple[str, str], _Log] = {}  # by queue and exchange, of kombu
+        self._logs: dict[tuple[str, str], Log] = {}  # by queue and exchange, of kombu
         self._outcomes: list[tuple[Batch[Message], int, MessageOutcome]] = []
         self._batches: dict[int, Batch[Message]] = {}
         self._error: BaseException | None = None
@@ -178,12 +179,10 @@ class Receiver:
         for tag in released:
             self.report(tag, RELEASE)
 
-    def read(
-        self, queue: str, exchange: str, source: str, tick: int, deliver: Callable[[Raw], Iterable[str]]
-    ) -> None:
-        """Read the log of an exchange from a tick on, for a queue of kombu."""
+    def read(self, queue: str, exchange: str, source: Log) -> None:
+        """Read the log of an exchange for a queue of kombu."""
         with self._changed:
-            self._logs.setdefault((queue, exchange), _Log(source, tick, deliver))
+            self._logs.setdefault((queue, exchange), source)
         self._begin()
 
     def forget(self, queue: str) -> None:
@@ -243,6 +242,13 @@ class Receiver:
             return
         with self._changed:
             self._channels.pop(channel, None)
+        self.release(channel)
+
+    def release(self, channel: int) -> None:
+        """Release the messages of a channel."""
+        if self.is_inherited:
+            return
+        with self._changed:
             tags = [tag for tag, held in self._held.items() if held.channel == channel]
             self._tasks = deque(
                 (name, raw) for name, raw in self._tasks if raw["properties"]["delivery_tag"] not in tags
@@ -332,7 +338,7 @@ class Receiver:
     def _session(self, progress: Progress) -> None:
         """Work over one connection; what is held outlives it."""
         with closing(open_client(self._dsn, "pgque celery", read_committed=True)) as client:
-            client.conn.add_notify_handler(lambda notify: self._note(notify.channel))
+            client.conn.add_notify_handler(lambda notify: self._note(queue_of(notify.channel)))
             if self._options.polling_interval is None:
                 self._interval = _POLL_INTERVAL if client._is_direct else _POLL_INTERVAL_BEHIND_POOLER
             with self._changed:
@@ -363,9 +369,8 @@ class Receiver:
             client.conn.execute(sql.SQL("unlisten {}").format(sql.Identifier(f"pgque_{queue}")))
             listening.discard(queue)
 
-    def _note(self, channel: str) -> None:
+    def _note(self, queue: str) -> None:
         """Take note that a queue may have messages."""
-        queue = queue_of(channel)
         with self._changed:
             self._wake_sources(queue)
             for it in self._logs.values():
@@ -377,7 +382,7 @@ class Receiver:
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         for channel in channels:
-            self._note(channel)
+            self._note(queue_of(channel))
 
     def _gather(self, client: PgqueClient, until: float) -> None:
         """Wait until a time, unless a round trip is worth it before."""
@@ -459,17 +464,21 @@ class Receiver:
         now = time.monotonic()
         pause = _LOG_INTERVAL if client._is_direct else self._interval
         with self._changed:
-            due = [it for it in self._logs.values() if it.is_due or now - it.read_at > pause]
-            for it in due:
+            due = [
+                (queue, it)
+                for (queue, _), it in self._logs.items()
+                if (it.is_due or now - it.read_at > pause) and it.is_consumed()
+            ]
+            for _, it in due:
                 it.is_due, it.read_at = False, now
-        for it in due:
+        for queue, it in due:
             try:
                 rows = client._rows(
                     _READ, {"queue": it.queue, "after": it.tick}, lambda tick, data: (tick, data)
                 )
             except PgqueTickNotFound as error:
                 log.warning(
-                    "messages of %s are lost, as they were not read in time: %s", it.queue, one_line(error)
+                    "messages of %s were not read in time, and are lost: %s", it.queue, one_line(error)
                 )
                 it.tick = client._value(
                     int, "select pgque.tick_for(%(queue)s::text, 'latest')", {"queue": it.queue}
@@ -478,8 +487,7 @@ class Receiver:
             with self._changed:
                 for tick, data in rows:
                     it.tick = tick
-                    raw = raw_of(data, "", False) if data is not None else None
-                    if raw is not None:
-                        self._control.extend((queue, raw) for queue in it.deliver(raw))
-                if rows:
-                    self._signal()
+                    raw = raw_of(data, "", False)
+                    if raw is not None and it.takes(raw):
+                        self._control.append((queue, raw))
+                self._signal()

@@ -12,15 +12,19 @@ from typing import Any
 
 import psycopg
 from kombu.transport import virtual
+from kombu.transport.virtual.exchange import STANDARD_EXCHANGE_TYPES
 
 from .._connection import open_client
 from ..client import PgqueClient
 from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError
 from ._channel import Channel
 from ._options import Options, dsn_of, without_password
-from ._receiver import Receiver
+from ._receiver import Log, Receiver
+from ._wire import Raw
 
-# What a forked process has of its parent's connections: to close them would end the parent's sessions.
+_EXCHANGE_TYPES = {name: kind(None) for name, kind in STANDARD_EXCHANGE_TYPES.items()}
+
+# Connections of the parent, in a forked process: to close them would end the parent's sessions.
 _inherited: list[object] = []
 
 
@@ -58,7 +62,7 @@ class Transport(virtual.Transport):
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self.open_receiver: Receiver | None = None
-        self._is_in_loop = False  # which waits for the receiver's file descriptor
+        self._loop: Any = None  # which waits for the receiver's file descriptor
 
     def driver_version(self) -> str:
         """Return the version of psycopg."""
@@ -84,6 +88,8 @@ class Transport(virtual.Transport):
         """Release the messages that have no outcome, and close the connections."""
         super().close_connection(connection)
         if self.open_receiver is not None:
+            if self._loop is not None:
+                self.unregister_from_event_loop(connection, self._loop)
             self.open_receiver.close()
             self.open_receiver = None
         if self._pid == os.getpid() and self._calls is not None:
@@ -91,8 +97,24 @@ class Transport(virtual.Transport):
         self._calls = None
 
     def verify_connection(self, connection: object) -> bool:
-        """Return whether the connection is open, as far as is known."""
-        return self._calls is not None and not self._calls.conn.closed
+        """Return whether the connection is open."""
+        return self._calls is not None and _is_open(self._calls)
+
+    def bound(self, exchange: str, routing_key: str) -> set[str]:
+        """Return the queues that this process has bound to an exchange, and that a message goes to."""
+        declared = self.state.exchanges.get(exchange)
+        if declared is None:
+            return set()
+        found = _EXCHANGE_TYPES[declared["type"]].lookup(declared["table"], exchange, routing_key, None)
+        return {queue for queue in found if queue is not None}
+
+    def read(self, queue: str, exchange: str, source: str, tick: int) -> None:
+        """Read the log `source` of an exchange from a tick on, once the queue is consumed."""
+
+        def takes(raw: Raw) -> bool:
+            return queue in self.bound(exchange, raw["properties"]["delivery_info"].get("routing_key", ""))
+
+        self.receiver.read(queue, exchange, Log(source, tick, lambda: queue in self._callbacks, takes))
 
     @contextmanager
     def calls(self) -> Iterator[PgqueClient]:
@@ -119,7 +141,7 @@ class Transport(virtual.Transport):
 
     def close_idle_receiver(self) -> None:
         """End the receiver when it has nothing to receive: a program that asks for a reply may do so once."""
-        if self.open_receiver is not None and self.open_receiver.is_idle and not self._is_in_loop:
+        if self.open_receiver is not None and self.open_receiver.is_idle and self._loop is None:
             self.open_receiver.close()
             self.open_receiver = None
 
@@ -138,7 +160,7 @@ class Transport(virtual.Transport):
     def register_with_event_loop(self, connection: object, loop: Any) -> None:
         """Deliver messages from an event loop."""
         receiver = self.receiver
-        self._is_in_loop = True
+        self._loop = loop
 
         def deliver_one() -> None:
             # One at a time, so that between two the worker can stop: the pool "solo" runs a task in here.
@@ -151,7 +173,7 @@ class Transport(virtual.Transport):
 
     def unregister_from_event_loop(self, connection: object, loop: Any) -> None:
         """Deliver no more from an event loop."""
-        self._is_in_loop = False
+        self._loop = None
         if self.open_receiver is not None:
             loop.remove_reader(self.open_receiver.fileno())
 
