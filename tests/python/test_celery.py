@@ -496,6 +496,11 @@ def test_a_role_that_may_not_create_queues_is_told_what_to_do(shop: Shop, roles:
         queue(refused.default_channel).declare()
         with pytest.raises(pgque.PgqueQueueNotFound, match=r"pgque\.create_queue"):
             publish(refused, queue, 1)
+    with (
+        Broker(broker_url(both.dsn)) as refused,
+        pytest.raises(pgque.PgquePermissionDenied, match=r"pgque\.create_queue"),
+    ):
+        queue(refused.default_channel).declare()
     with pgque.connect(shop.dsn) as client:
         client.create_queue(name)
         client.subscribe(name, "celery")

@@ -105,24 +105,21 @@ class Channel(virtual.Channel):
         options = self.connection.options
         name = options.queue(queue)
         try:
-            try:
-                return client.get_consumer_info(name, options.consumer)[0].pending_events or 0
-            except (PgqueQueueNotFound, PgqueConsumerNotFound):
-                if not create:
-                    raise
-                with client.conn.transaction():  # so that nobody sends before there is a consumer
-                    client.create_queue(name, options.config())
-                    client.subscribe(name, options.consumer)
-                return 0
+            return client.get_consumer_info(name, options.consumer)[0].pending_events or 0
         except PgquePermissionDenied:
-            return 0  # another role has created it, or the first call that needs it says what is missing
+            return 0  # the role may only send, and the first send says whether there is a queue
         except (PgqueQueueNotFound, PgqueConsumerNotFound) as error:
-            raise ChannelError(
-                f"NOT_FOUND - no queue {name!r} with a consumer {options.consumer!r}",
-                (50, 10),
-                "Channel.queue_declare",
-                "404",
-            ) from error
+            if not create:
+                text = f"NOT_FOUND - no queue {name!r} with a consumer {options.consumer!r}"
+                raise ChannelError(text, (50, 10), "Channel.queue_declare", "404") from error
+        try:
+            with client.conn.transaction():  # so that nobody sends before there is a consumer
+                client.create_queue(name, options.config())
+                client.subscribe(name, options.consumer)
+        except PgquePermissionDenied as error:
+            error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=options.consumer)
+            raise
+        return 0
 
     def queue_bind(
         self,
