@@ -512,6 +512,17 @@ def test_a_role_that_may_not_create_queues_is_told_what_to_do(shop: Shop, roles:
         reader.got[0].ack()
 
 
+def test_what_does_not_apply_to_a_queue_is_refused(broker: Broker) -> None:
+    channel = broker.default_channel
+    with pytest.raises(pgque.PgqueBadArgument, match="x-max-priority") as refused:
+        Queue("ranked", Exchange("ranked"), max_priority=9)(channel).declare()
+    assert "several queues" in (refused.value.hint or "")
+    with pytest.raises(ChannelError, match="auto_delete=True"):
+        Queue("kept", Exchange("everybody", type="fanout"))(channel).declare()
+    with pytest.raises(pgque.PgqueBadArgument, match="sslmode"):
+        Broker("pgque://here/shop", ssl=True).connect()
+
+
 def test_a_route_to_no_queue_is_an_error_and_no_message_is_lost_in_silence(broker: Broker) -> None:
     exchange = Exchange("nobody", type="direct")
     with pytest.raises(ChannelError, match="no queue that this process declared"):

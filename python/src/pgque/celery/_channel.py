@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from amqp.protocol import queue_declare_ok_t
@@ -12,7 +13,7 @@ from kombu.transport import virtual
 from kombu.utils.uuid import uuid
 
 from ..client import PgqueClient
-from ..errors import PgqueConsumerNotFound, PgquePermissionDenied, PgqueQueueNotFound
+from ..errors import PgqueBadArgument, PgqueConsumerNotFound, PgquePermissionDenied, PgqueQueueNotFound
 from ..types import Event
 from . import _bulk
 from ._receiver import Receiver
@@ -20,6 +21,16 @@ from ._wire import Raw, event_of
 
 # A log has no consumers, so rotation alone decides how long its messages stay.
 _LOG_CONFIG = {"rotation_period": "10 minutes"}
+
+# Of a durable queue; those for remote control expire with their process.
+_REFUSED = {
+    "x-dead-letter-exchange",
+    "x-expires",
+    "x-max-length",
+    "x-max-length-bytes",
+    "x-max-priority",
+    "x-message-ttl",
+}
 
 _NEEDS_CONSUMER = (
     "Its role may not create it. As a pgque_admin: select pgque.create_queue('{queue}');"
@@ -79,6 +90,11 @@ class Channel(virtual.Channel):
 
     # -- queues ------------------------------------------------------------------------------------
 
+    def prepare_queue_arguments(self, arguments: Mapping[str, object], **kwargs: Any) -> dict[str, object]:
+        """Return the arguments of a queue, those that kombu has names for among them."""
+        named = {f"x-{name.replace('_', '-')}": value for name, value in kwargs.items() if value is not None}
+        return {**arguments, **named}
+
     def queue_declare(
         self,
         queue: str | None = None,
@@ -86,15 +102,24 @@ class Channel(virtual.Channel):
         durable: bool = False,
         exclusive: bool = False,
         auto_delete: bool = False,
+        arguments: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Create a queue with its consumer if it does not exist, as far as the role may."""
         queue = queue or f"amq.gen-{uuid()}"
+        is_durable = durable and not exclusive and not auto_delete
+        refused = _REFUSED & (arguments or {}).keys()
+        if is_durable and refused:
+            raise PgqueBadArgument(
+                f"queue {queue!r} has arguments that do not apply to pgque: {', '.join(sorted(refused))}",
+                hint="For limits, set queue_config in broker_transport_options; for priorities, use several"
+                " queues.",
+            )
         size = 0
         if passive:
             with self.connection.calls() as client:
                 size = self._find(client, queue, create=False)
-        elif durable and not exclusive and not auto_delete:
+        elif is_durable:
             with self.connection.calls() as client:
                 size = self._find(client, queue, create=True)
             self.connection.durable.add(queue)

@@ -394,8 +394,8 @@ class Receiver:
             self._wait(client, rest)
 
     def _report_and_receive(self, client: PgqueClient, may_receive: bool = True) -> bool:
-        """Report outcomes, and receive messages for a channel that has room for some; return whether it
-        received some."""
+        """Report outcomes, and receive messages for a channel that has room for some; return whether there is
+        more to receive."""
         with self._changed:
             outcomes, self._outcomes = self._outcomes, []
             for batch, msg_id, outcome in outcomes:
@@ -422,7 +422,8 @@ class Receiver:
         self._forget_finished()
         found.sources.note_received(found.source, len(received))
         self._deliver(found.channel, queue, self.take(found.channel, queue, received, now))
-        return bool(received)
+        with self._changed:
+            return self._find_source() is not None
 
     def _forget_finished(self) -> None:
         with self._changed:
