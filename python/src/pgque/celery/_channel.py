@@ -295,7 +295,7 @@ class Channel(virtual.Channel):
                 self.channel_id, self.connection.options.queue(queue), no_ack, lambda: self.qos.prefetch_count
             )
         elif self.connection.open_receiver is not None:
-            self.connection.open_receiver.wake()
+            self.connection.open_receiver.begin()
 
     def basic_cancel(self, consumer_tag: str) -> None:
         """Receive no more from a queue, and release the messages that Celery has not begun."""
@@ -315,6 +315,7 @@ class Channel(virtual.Channel):
             messages = client.receive(
                 name, options.consumer, 1, worker=receiver.name, visibility_timeout=options.visibility_timeout
             )
+        receiver.begin()  # which extends the lease, and reports the outcome
         for _, raw in receiver.take(self.channel_id, name, messages, received_at):
             message = self.Message(raw, channel=self)
             if no_ack:
@@ -326,7 +327,7 @@ class Channel(virtual.Channel):
         """Set how many messages without an outcome the channel may have; 0 is 1000."""
         super().basic_qos(prefetch_size, prefetch_count, apply_global)
         if self.connection.open_receiver is not None:
-            self.connection.open_receiver.wake()
+            self.connection.open_receiver.begin()
 
     def close(self) -> None:
         """Release what has no outcome."""

@@ -150,13 +150,21 @@ class Receiver:
         """Return a file descriptor that is readable when there are messages."""
         return self._readable.fileno()
 
+    def begin(self) -> None:
+        """Have the thread run, and look for something to do."""
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="pgque celery", daemon=True)
+                self._thread.start()
+        self._stopper.wake()
+
     def consume(self, channel: int, queue: str, no_ack: bool, prefetch: Callable[[], int]) -> None:
         """Receive from a queue of pgque, on behalf of a channel."""
         with self._changed:
             consumed = self._channels.setdefault(channel, _Channel(prefetch))
             consumed.queues[queue] = no_ack
             self._choose_sources(consumed)
-        self._begin()
+        self.begin()
 
     def cancel(self, channel: int, queue: str, is_running: Callable[[str | None], bool]) -> None:
         """Receive no more from a queue, and release its messages whose task is not running or about to."""
@@ -183,7 +191,7 @@ class Receiver:
         """Read the log of an exchange for a queue of kombu."""
         with self._changed:
             self._logs.setdefault((queue, exchange), source)
-        self._begin()
+        self.begin()
 
     def forget(self, queue: str) -> None:
         """Read no more for a queue of kombu."""
@@ -213,7 +221,6 @@ class Receiver:
                 self._held[tag] = _Held(batch, message.msg_id, channel, queue, task_id)
                 self._in_hand[channel] += 1
                 taken.append((queue, raw))
-        self._begin()
         return taken
 
     def acknowledge(self, tag: str) -> None:
@@ -270,10 +277,6 @@ class Receiver:
                 raise self._error
         raise TimeoutError("no message came in time")
 
-    def wake(self) -> None:
-        """Have the thread look whether there is room for more messages."""
-        self._stopper.wake()
-
     def drain_signal(self) -> None:
         """Read what made `fileno` readable."""
         with suppress(BlockingIOError):
@@ -292,13 +295,6 @@ class Receiver:
         self._writable.close()
 
     # -- the thread --------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pgque celery", daemon=True)
-                self._thread.start()
-        self._stopper.wake()
 
     def _choose_sources(self, consumed: _Channel) -> None:
         weights = dict.fromkeys(consumed.queues, 1.0)
@@ -400,9 +396,9 @@ class Receiver:
             outcomes, self._outcomes = self._outcomes, []
             for batch, msg_id, outcome in outcomes:
                 batch.record([msg_id], outcome)
+                if outcome is RELEASE:
+                    self._wake_sources(batch.queue)  # it can be received again
             reported = [batch for batch in self._batches.values() if batch.has_outcomes and not batch.lost]
-            for batch in reported:
-                self._wake_sources(batch.queue)  # one that is released can be received again
             found = self._find_source() if may_receive and not self._stopper.is_set() else None
         if found is None:
             if reported:
