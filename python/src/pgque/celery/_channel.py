@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -13,11 +14,20 @@ from kombu.transport import virtual
 from kombu.utils.uuid import uuid
 
 from ..client import PgqueClient
-from ..errors import PgqueBadArgument, PgqueConsumerNotFound, PgquePermissionDenied, PgqueQueueNotFound
+from ..errors import (
+    PgqueBadArgument,
+    PgqueConsumerNotFound,
+    PgqueError,
+    PgquePermissionDenied,
+    PgqueQueueNotFound,
+    one_line,
+)
 from ..types import Event
 from . import _bulk
 from ._receiver import Receiver
 from ._wire import Raw, event_of
+
+log = logging.getLogger("pgque.celery")
 
 # A log has no consumers, so rotation alone decides how long its messages stay.
 _LOG_CONFIG = {"rotation_period": "10 minutes"}
@@ -33,10 +43,10 @@ _REFUSED = {
 }
 
 _NEEDS_CONSUMER = (
-    "Its role may not create it. As a pgque_admin: select pgque.create_queue('{queue}');"
+    "The role may not create the queue. As a pgque_admin: select pgque.create_queue('{queue}');"
     " select pgque.subscribe('{queue}', '{consumer}');"
 )
-_NEEDS_LOG = "Its role may not create it. As a pgque_admin: select pgque.create_queue('{queue}');"
+_NEEDS_LOG = "The role may not create the queue. As a pgque_admin: select pgque.create_queue('{queue}');"
 
 
 class QoS(virtual.QoS):
@@ -116,13 +126,11 @@ class Channel(virtual.Channel):
                 " queues.",
             )
         size = 0
-        if passive:
+        if passive or is_durable:
             with self.connection.calls() as client:
-                size = self._find(client, queue, create=False)
-        elif is_durable:
-            with self.connection.calls() as client:
-                size = self._find(client, queue, create=True)
-            self.connection.durable.add(queue)
+                size = self._find(client, queue, create=not passive)
+        else:
+            self.connection.readers.add(queue)
         return queue_declare_ok_t(queue, size, 0)
 
     def _find(self, client: PgqueClient, queue: str, create: bool) -> int:
@@ -158,7 +166,7 @@ class Channel(virtual.Channel):
         exchange = exchange or "amq.direct"
         if self.state.has_binding(queue, exchange, routing_key):
             return
-        if queue not in self.connection.durable:
+        if queue in self.connection.readers:
             self._read(queue, exchange)
         elif self.state.exchanges.get(exchange, {}).get("type") == "fanout":
             raise ChannelError(
@@ -180,18 +188,7 @@ class Channel(virtual.Channel):
             except PgqueQueueNotFound:
                 self._create_log(client, source)
                 tick = client._value(int, sql, params)
-
         self.connection.read(queue, exchange, source, tick)
-
-    def queue_unbind(
-        self,
-        queue: str,
-        exchange: str | None = None,
-        routing_key: str = "",
-        arguments: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        super().queue_unbind(queue, exchange or "amq.direct", routing_key, arguments)
 
     def queue_delete(
         self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any
@@ -200,7 +197,8 @@ class Channel(virtual.Channel):
         for exchange, routing_key, arguments in list(self.state.queue_bindings(queue)):
             self.queue_unbind(queue, exchange, routing_key, arguments)
         self.state.queue_bindings_delete(queue)
-        if queue not in self.connection.durable:
+        if queue in self.connection.readers:
+            self.connection.readers.discard(queue)
             if self.connection.open_receiver is not None:
                 self.connection.open_receiver.forget(queue)
                 self.connection.close_idle_receiver()
@@ -215,7 +213,6 @@ class Channel(virtual.Channel):
             with client.conn.transaction():
                 client.unsubscribe(name, options.consumer)
                 client.drop_queue(name)
-        self.connection.durable.discard(queue)
 
     def _size(self, queue: str) -> int:
         with self.connection.calls() as client:
@@ -224,7 +221,12 @@ class Channel(virtual.Channel):
     def _purge(self, queue: str) -> int:
         """Remove the messages of a queue, also those that workers have, and return their number."""
         with self.connection.calls() as client:
-            return int(client.purge(self.connection.options.queue(queue)))
+            try:
+                purged: int = client.purge(self.connection.options.queue(queue))
+            except PgqueError as error:
+                log.error("queue %s is not purged: %s", queue, one_line(error))  # Celery says 0, and no more
+                raise
+        return purged
 
     # -- publish -----------------------------------------------------------------------------------
 
@@ -240,7 +242,7 @@ class Channel(virtual.Channel):
         self._inplace_augment_message(message, exchange, routing_key)
         queues = [routing_key]
         if exchange:
-            queues = list(self.connection.bound(exchange, routing_key) & self.connection.durable)
+            queues = list(self.connection.bound(exchange, routing_key) - self.connection.readers)
         event = event_of(message)
         for queue in queues:
             self._send(queue, event)
@@ -290,7 +292,7 @@ class Channel(virtual.Channel):
     ) -> None:
         """Receive from a queue."""
         super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
-        if queue in self.connection.durable:
+        if queue not in self.connection.readers:
             self.connection.receiver.consume(
                 self.channel_id, self.connection.options.queue(queue), no_ack, lambda: self.qos.prefetch_count
             )
@@ -301,9 +303,10 @@ class Channel(virtual.Channel):
         """Receive no more from a queue, and release the messages that Celery has not begun."""
         queue = self._tag_to_queue.get(consumer_tag)
         super().basic_cancel(consumer_tag)
-        if queue is not None and queue in self.connection.durable:
+        receiver = self.connection.open_receiver
+        if queue is not None and queue not in self.connection.readers and receiver is not None:
             name = self.connection.options.queue(queue)
-            self.connection.receiver.cancel(self.channel_id, name, _is_known_to_worker)
+            receiver.cancel(self.channel_id, name, _is_known_to_worker)
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
         """Return one message, or None."""

@@ -57,7 +57,7 @@ class Transport(virtual.Transport):
         super().__init__(client, **kwargs)
         self.dsn = dsn_of(client.hostname)
         self.options = Options.from_given(client.transport_options)
-        self.durable: set[str] = set()  # queues of kombu that are queues of pgque
+        self.readers: set[str] = set()  # queues of kombu that are no queues of pgque, but readers of logs
         self._calls: PgqueClient | None = None
         self._lock = threading.RLock()
         self._pid = os.getpid()
