@@ -13,6 +13,9 @@ A Celery queue is a queue of pgque with a consumer, whose workers share its mess
 events are read from the log of a queue `exchange.…`: each worker remembers how far it has read, and leaves
 nothing in the database when it dies.
 
+A worker that is told to stop hands back what it has not begun: at once from Celery 5.7 on, before that when
+it ends.
+
 `broker_transport_options`:
 
 - `visibility_timeout`: seconds of a lease (30). A worker extends the leases of all messages that it has, also

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import celery
 from amqp.protocol import queue_declare_ok_t
 from kombu.exceptions import ChannelError
 from kombu.transport import virtual
@@ -340,7 +341,12 @@ class Channel(virtual.Channel):
 
 
 def _is_known_to_worker(task_id: str | None) -> bool:
-    """Return whether the worker of this process may still run a task. At a stop it forgets those that it has
-    not begun, before it cancels its consumers."""
+    """Return whether the worker of this process may still run a task. When it stops, it forgets those that it
+    has not begun, before it cancels its consumers; Celery before 5.7 forgets those that run, too."""
     state = sys.modules.get("celery.worker.state")
-    return state is None or task_id is None or task_id in state.requests
+    if state is None or task_id is None or celery.VERSION[:2] < (5, 7):
+        return True
+    try:
+        return task_id in state.requests or any(it.id == task_id for it in tuple(state.active_requests))
+    except RuntimeError:  # the set has changed meanwhile, so something runs
+        return True

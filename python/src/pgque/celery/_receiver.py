@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,6 +53,9 @@ _POLL_INTERVAL, _POLL_INTERVAL_BEHIND_POOLER = 1.0, 0.2
 
 # Seconds between reads of a log that is not notified: a position that stands still for hours is rotated away.
 _LOG_INTERVAL = 10.0
+
+# Seconds after which a worker that stops has told its pool to begin no more tasks.
+_MOMENT = 0.5
 
 # Seconds after a stop in which outcomes are reported.
 _LAST_REPORT_TIMEOUT = 5.0
@@ -125,6 +128,8 @@ class Receiver:
         self._in_hand: Counter[int] = Counter()
         self._channels: dict[int, _Channel] = {}
         self._logs: dict[tuple[str, str], Log] = {}  # by queue and exchange, of kombu
+        # Of queues that are not consumed any more: when to look which of the messages can be released.
+        self._cancelled: list[tuple[float, set[str], Callable[[str | None], bool]]] = []
         self._outcomes: list[tuple[Batch[Message], int, MessageOutcome]] = []
         self._batches: dict[int, Batch[Message]] = {}
         self._error: BaseException | None = None
@@ -166,26 +171,26 @@ class Receiver:
             self._choose_sources(consumed)
         self.begin()
 
-    def cancel(self, channel: int, queue: str, is_running: Callable[[str | None], bool]) -> None:
-        """Receive no more from a queue, and release its messages whose task is not running or about to."""
+    def cancel(self, channel: int, queue: str, is_known: Callable[[str | None], bool]) -> None:
+        """Receive no more from a queue. Release its messages that were not delivered, and in a moment those
+        whose task is not known any more."""
         if self.is_inherited:
             return
         with self._changed:
             consumed = self._channels.get(channel)
             if consumed is not None and consumed.queues.pop(queue, None) is not None:
                 self._choose_sources(consumed)
-            waiting = {raw["properties"]["delivery_tag"] for _, raw in self._tasks}
-            released = [
-                tag
-                for tag, held in self._held.items()
-                if (held.channel, held.queue) == (channel, queue)
-                and (tag in waiting or not is_running(held.task_id))
-            ]
-            self._tasks = deque(
-                (name, raw) for name, raw in self._tasks if raw["properties"]["delivery_tag"] not in released
-            )
-        for tag in released:
+            tags = [tag for tag, held in self._held.items() if (held.channel, held.queue) == (channel, queue)]
+            undelivered = self._remove_undelivered(tags)
+            self._cancelled.append((time.monotonic() + _MOMENT, set(tags) - undelivered, is_known))
+        for tag in undelivered:
             self.report(tag, RELEASE)
+
+    def _remove_undelivered(self, tags: Iterable[str]) -> set[str]:
+        """Return those of the messages that were not delivered, which they never will be."""
+        waiting = {raw["properties"]["delivery_tag"] for _, raw in self._tasks} & set(tags)
+        self._tasks = deque(it for it in self._tasks if it[1]["properties"]["delivery_tag"] not in waiting)
+        return waiting
 
     def read(self, queue: str, exchange: str, source: Log) -> None:
         """Read the log of an exchange for a queue of kombu."""
@@ -257,9 +262,7 @@ class Receiver:
             return
         with self._changed:
             tags = [tag for tag, held in self._held.items() if held.channel == channel]
-            self._tasks = deque(
-                (name, raw) for name, raw in self._tasks if raw["properties"]["delivery_tag"] not in tags
-            )
+            self._remove_undelivered(tags)
         for tag in tags:
             self.report(tag, RELEASE)
 
@@ -346,12 +349,24 @@ class Receiver:
                 while not self._is_done():
                     began = time.monotonic()
                     self._listen(client, listening)
+                    self._release_forgotten()
                     has_more = self._report_and_receive(client)
                     self._read_logs(client)
                     progress.made = True
                     if not has_more:
                         self._wait(client, self._interval)
                     self._gather(client, began + _LINGER)
+
+    def _release_forgotten(self) -> None:
+        """Release messages whose tasks the worker has forgotten, as it stops."""
+        now = time.monotonic()
+        due = [it for it in self._cancelled if it[0] <= now]
+        for it in due:
+            self._cancelled.remove(it)
+            for tag in it[1]:
+                held = self._held.get(tag)
+                if held is not None and not it[2](held.task_id):
+                    self.report(tag, RELEASE)
 
     def _listen(self, client: PgqueClient, listening: set[str]) -> None:
         with self._changed:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import selectors
-import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -121,12 +120,8 @@ class Transport(virtual.Transport):
         """Give the connection for calls that are not the receiver's, to one thread at a time."""
         if self._pid != os.getpid():
             _inherited.extend([self._calls, self._lock, self.open_receiver])
-            self._calls, self._lock, self._pid, self.open_receiver = (
-                None,
-                threading.RLock(),
-                os.getpid(),
-                None,
-            )
+            self._pid, self._lock = os.getpid(), threading.RLock()
+            self._calls = self.open_receiver = None
         with self._lock:
             if self._calls is None or not _is_open(self._calls):
                 self._calls = open_client(self.dsn, "pgque celery calls")
@@ -146,30 +141,33 @@ class Transport(virtual.Transport):
             self.open_receiver = None
 
     def drain_events(self, connection: object, timeout: float | None = None) -> None:
-        """Deliver one message, or raise socket.timeout."""
-        self._deliver_next(self.receiver, timeout)
+        """Deliver one message, or raise TimeoutError."""
+        self._give(*self.receiver.next(timeout))
 
-    def _deliver_next(self, receiver: Receiver, timeout: float | None) -> None:
-        queue, raw = receiver.next(timeout)
+    def _give(self, queue: str, raw: Raw) -> None:
+        """Give a message to the consumer of its queue."""
         callback = self._callbacks.get(queue)
         if callback is not None:
             callback(raw)
         else:  # it was cancelled meanwhile
-            receiver.reject(raw["properties"]["delivery_tag"], requeue=True)
+            self.receiver.reject(raw["properties"]["delivery_tag"], requeue=True)
 
     def register_with_event_loop(self, connection: object, loop: Any) -> None:
         """Deliver messages from an event loop."""
         receiver = self.receiver
         self._loop = loop
 
-        def deliver_one() -> None:
+        def give_one() -> None:
             # One at a time, so that between two the worker can stop: the pool "solo" runs a task in here.
             receiver.drain_signal()
-            with suppress(socket.timeout):
-                self._deliver_next(receiver, 0)
-                loop.call_soon(deliver_one)
+            try:
+                queue, raw = receiver.next(0)
+            except TimeoutError:
+                return
+            loop.call_soon(give_one)
+            self._give(queue, raw)
 
-        loop.add_reader(receiver.fileno(), deliver_one)
+        loop.add_reader(receiver.fileno(), give_one)
 
     def unregister_from_event_loop(self, connection: object, loop: Any) -> None:
         """Deliver no more from an event loop."""
