@@ -523,6 +523,32 @@ def test_what_does_not_apply_to_a_queue_is_refused(broker: Broker) -> None:
         Broker("pgque://here/shop", ssl=True).connect()
 
 
+def test_applications_with_prefixes_share_a_database(shop: Shop) -> None:
+    name = f"t_{secrets.token_hex(4)}"
+    queue = Queue(name, Exchange(name), routing_key=name)
+    news = Queue(f"{name}.news", Exchange(f"{name}.all", type="fanout"), auto_delete=True)
+    with (
+        Broker(broker_url(shop.dsn), transport_options={"queue_prefix": "one."}) as one,
+        Broker(broker_url(shop.dsn), transport_options={"queue_prefix": "two."}) as two,
+    ):
+        readers = [(Reader(broker, queue), Reader(broker, news, no_ack=True)) for broker in (one, two)]
+        for broker in (two, one):
+            publish(broker, queue, broker.transport_options["queue_prefix"])
+            publish(broker, news, broker.transport_options["queue_prefix"])
+        for prefix, pair in zip(("one.", "two."), readers, strict=True):
+            for reader in pair:
+                while not reader.got:
+                    reader.broker.drain_events(timeout=10)
+                assert [message.payload for message in reader.got] == [prefix]
+            pair[0].got[0].ack()
+    assert shop.rows(
+        "select queue_name from pgque.queue where queue_name like %s order by 1", f"___.{name}"
+    ) == [
+        (f"one.{name}",),
+        (f"two.{name}",),
+    ]
+
+
 def test_a_route_to_no_queue_is_an_error_and_no_message_is_lost_in_silence(broker: Broker) -> None:
     exchange = Exchange("nobody", type="direct")
     with pytest.raises(ChannelError, match="no queue that this process declared"):

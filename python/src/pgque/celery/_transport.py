@@ -87,7 +87,7 @@ class Transport(virtual.Transport):
         """Release the messages that have no outcome, and close the connections."""
         super().close_connection(connection)
         if self.open_receiver is not None:
-            if self._loop is not None:
+            if self._loop is not None and self._pid == os.getpid():  # else it would be the parent's loop
                 self.unregister_from_event_loop(connection, self._loop)
             self.open_receiver.close()
             self.open_receiver = None
