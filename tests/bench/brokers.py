@@ -1,7 +1,6 @@
 """Measure Celery with pgque as its broker, beside kombu's own transports for pgmq and Redis.
 
-Run it: .venv/peers/bin/python tests/bench/brokers.py (after make .venv/.test and tests/support/peers.sh), with
---tasks and --only. Each broker has a server of its own for the run: PostgreSQL with its settings for commits
+Run it, after tests/support/peers.sh: .venv/peers/bin/python tests/bench/brokers.py --tasks 10000. Each broker has a server of its own for the run: PostgreSQL with its settings for commits
 as they are, Redis with appendfsync everysec. The same worker of two processes runs the same empty task. A
 session holds a snapshot meanwhile, as a long report does, so that dead rows stay and are counted.
 """
