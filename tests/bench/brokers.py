@@ -1,8 +1,10 @@
 """Measure Celery with pgque as its broker, beside kombu's own transports for pgmq and Redis.
 
-Run it, after tests/support/peers.sh: .venv/peers/bin/python tests/bench/brokers.py --tasks 10000. Each broker has a server of its own for the run: PostgreSQL with its settings for commits
-as they are, Redis with appendfsync everysec. The same worker of two processes runs the same empty task. A
-session holds a snapshot meanwhile, as a long report does, so that dead rows stay and are counted.
+Run it, after tests/support/peers.sh: .venv/peers/bin/python tests/bench/brokers.py
+
+Each broker has a server of its own for the run: PostgreSQL with its settings for commits as they are, Redis with
+appendfsync everysec. The same worker of two processes runs the same empty task. A session holds a snapshot
+meanwhile, as a long report does, so that dead rows stay and are counted.
 """
 
 from __future__ import annotations
@@ -132,6 +134,7 @@ def measure(name: str, tasks: int) -> dict[str, float]:
         for _ in range(tasks):
             note.delay(time.time())
         found["sent_per_s"] = tasks / (time.time() - began)
+        found["send_cpu_ms_per_task"] = 1000 * (cpu_seconds(server) - cpu) / tasks
         if name == "pgque":
             began = time.time()
             with pgque.celery.bulk():
@@ -139,7 +142,6 @@ def measure(name: str, tasks: int) -> dict[str, float]:
                     note.delay(time.time())
             found["bulk_per_s"] = tasks / (time.time() - began)
         total = tasks * (2 if name == "pgque" else 1)
-        found["send_cpu_ms_per_task"] = 1000 * (cpu_seconds(server) - cpu) / total
         command = [sys.executable, "-m", "celery", "-A", "brokers", "worker", "-c", "2", "-l", "error"]
         cpu = cpu_seconds(server)
         with subprocess.Popen(command, cwd=Path(__file__).parent, env=env, start_new_session=True) as worker:
