@@ -200,8 +200,8 @@ class Channel(virtual.Channel):
         self.state.queue_bindings_delete(queue)
         if queue in self.connection.readers:
             self.connection.readers.discard(queue)
-            if self.connection.open_receiver is not None:
-                self.connection.open_receiver.forget(queue)
+            if (receiver := self.connection.open_receiver) is not None:
+                receiver.forget(queue)
                 self.connection.close_idle_receiver()
             return
         options = self.connection.options
@@ -297,8 +297,8 @@ class Channel(virtual.Channel):
             self.connection.receiver.consume(
                 self.channel_id, self.connection.options.queue(queue), no_ack, lambda: self.qos.prefetch_count
             )
-        elif self.connection.open_receiver is not None:
-            self.connection.open_receiver.begin()
+        elif (receiver := self.connection.open_receiver) is not None:
+            receiver.begin()
 
     def basic_cancel(self, consumer_tag: str) -> None:
         """Receive no more from a queue, and release the messages that Celery has not begun."""
@@ -330,13 +330,13 @@ class Channel(virtual.Channel):
     def basic_qos(self, prefetch_size: int = 0, prefetch_count: int = 0, apply_global: bool = False) -> None:
         """Set how many messages without an outcome the channel may have; 0 is 1000."""
         super().basic_qos(prefetch_size, prefetch_count, apply_global)
-        if self.connection.open_receiver is not None:
-            self.connection.open_receiver.begin()
+        if (receiver := self.connection.open_receiver) is not None:
+            receiver.begin()
 
     def close(self) -> None:
         """Release what has no outcome."""
-        if not self.closed and self.connection.open_receiver is not None:
-            self.connection.open_receiver.close_channel(self.channel_id)
+        if not self.closed and (receiver := self.connection.open_receiver) is not None:
+            receiver.close_channel(self.channel_id)
         super().close()
 
 

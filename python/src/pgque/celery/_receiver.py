@@ -142,7 +142,8 @@ class Receiver:
 
     @property
     def is_inherited(self) -> bool:
-        """Return whether this is the copy of a parent process, which must not be used."""
+        """Return whether this is the copy of a parent process: it has no thread, and its lock may never be
+        free."""
         return os.getpid() != self._pid
 
     @property
@@ -174,8 +175,6 @@ class Receiver:
     def cancel(self, channel: int, queue: str, is_known: Callable[[str | None], bool]) -> None:
         """Receive no more from a queue. Release its messages that were not delivered, and in a moment those
         whose task is not known any more."""
-        if self.is_inherited:
-            return
         with self._changed:
             consumed = self._channels.get(channel)
             if consumed is not None and consumed.queues.pop(queue, None) is not None:
@@ -238,8 +237,6 @@ class Receiver:
 
     def report(self, tag: str, outcome: MessageOutcome) -> None:
         """Note the outcome of a message, to be reported at once; the first one counts."""
-        if self.is_inherited:
-            return
         with self._changed:
             held = self._held.pop(tag, None)
             if held is None:
@@ -250,16 +247,12 @@ class Receiver:
 
     def close_channel(self, channel: int) -> None:
         """Receive no more for a channel, and release its messages."""
-        if self.is_inherited:
-            return
         with self._changed:
             self._channels.pop(channel, None)
         self.release(channel)
 
     def release(self, channel: int) -> None:
         """Release the messages of a channel."""
-        if self.is_inherited:
-            return
         with self._changed:
             tags = [tag for tag, held in self._held.items() if held.channel == channel]
             self._remove_undelivered(tags)
@@ -287,8 +280,6 @@ class Receiver:
 
     def close(self) -> None:
         """Report what is left, for some seconds at most, and end."""
-        if self.is_inherited:
-            return
         for channel in list(self._channels) + list(self._in_hand):
             self.close_channel(channel)
         self._stopper.set()

@@ -60,7 +60,7 @@ class Transport(virtual.Transport):
         self._calls: PgqueClient | None = None
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self.open_receiver: Receiver | None = None
+        self._receiver: Receiver | None = None
         self._loop: Any = None  # which waits for the receiver's file descriptor
 
     def driver_version(self) -> str:
@@ -86,11 +86,11 @@ class Transport(virtual.Transport):
     def close_connection(self, connection: object) -> None:
         """Release the messages that have no outcome, and close the connections."""
         super().close_connection(connection)
-        if self.open_receiver is not None:
-            if self._loop is not None and self._pid == os.getpid():  # else it would be the parent's loop
+        if (receiver := self.open_receiver) is not None:
+            if self._loop is not None:
                 self.unregister_from_event_loop(connection, self._loop)
-            self.open_receiver.close()
-            self.open_receiver = None
+            receiver.close()
+            self._receiver = None
         if self._pid == os.getpid() and self._calls is not None:
             self._calls.close()
         self._calls = None
@@ -119,9 +119,8 @@ class Transport(virtual.Transport):
     def calls(self) -> Iterator[PgqueClient]:
         """Give the connection for calls that are not the receiver's, to one thread at a time."""
         if self._pid != os.getpid():
-            _inherited.extend([self._calls, self._lock, self.open_receiver])
-            self._pid, self._lock = os.getpid(), threading.RLock()
-            self._calls = self.open_receiver = None
+            _inherited.append(self._calls)
+            self._pid, self._lock, self._calls = os.getpid(), threading.RLock(), None
         with self._lock:
             if self._calls is None or not _is_open(self._calls):
                 self._calls = open_client(self.dsn, "pgque celery calls")
@@ -129,16 +128,22 @@ class Transport(virtual.Transport):
 
     @property
     def receiver(self) -> Receiver:
-        """Return what receives for this connection."""
-        if self.open_receiver is None or self.open_receiver.is_inherited:
-            self.open_receiver = Receiver(self.dsn, self.options)
-        return self.open_receiver
+        """Return the receiver of this connection."""
+        found = self.open_receiver
+        if found is None:
+            found = self._receiver = Receiver(self.dsn, self.options)
+        return found
+
+    @property
+    def open_receiver(self) -> Receiver | None:
+        """Return the receiver of this connection, if this process has begun one."""
+        return None if self._receiver is None or self._receiver.is_inherited else self._receiver
 
     def close_idle_receiver(self) -> None:
         """End the receiver when it has nothing to receive: a program that asks for a reply may do so once."""
-        if self.open_receiver is not None and self.open_receiver.is_idle and self._loop is None:
-            self.open_receiver.close()
-            self.open_receiver = None
+        if (receiver := self.open_receiver) is not None and receiver.is_idle and self._loop is None:
+            receiver.close()
+            self._receiver = None
 
     def drain_events(self, connection: object, timeout: float | None = None) -> None:
         """Deliver one message, or raise TimeoutError."""
@@ -172,8 +177,8 @@ class Transport(virtual.Transport):
     def unregister_from_event_loop(self, connection: object, loop: Any) -> None:
         """Deliver no more from an event loop."""
         self._loop = None
-        if self.open_receiver is not None:
-            loop.remove_reader(self.open_receiver.fileno())
+        if (receiver := self.open_receiver) is not None:
+            loop.remove_reader(receiver.fileno())
 
 
 def _is_open(client: PgqueClient) -> bool:
