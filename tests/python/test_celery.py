@@ -27,6 +27,7 @@ from psycopg.conninfo import conninfo_to_dict
 import pgque
 import pgque.celery
 from conftest import Roles, create_database, drop_database
+from conftest import _wait as wait_for
 from pgque import embedded
 from pgque.install import install
 from pgque.ticker import run_ticker
@@ -78,7 +79,7 @@ class Shop:
 
     @contextmanager
     def worker(self, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-        """Run a worker in a session of its own, and kill it and its children at the end."""
+        """Run a worker in a session of its own, once it is ready; kill it and its children at the end."""
         variables = {"SHOP_DSN": self.dsn, "SHOP_BROKER": broker_url(self.dsn), **variables}
         log = self.folder / f"{secrets.token_hex(4)}.log"
         command = [sys.executable, "-m", "celery", "-A", "tasks", "worker", "-l", "info", *arguments]
@@ -93,6 +94,7 @@ class Shop:
                 start_new_session=True,
             )
             try:
+                wait_for(lambda: " ready." in log.read_text() or process.poll() is not None, "a worker", 60)
                 yield process
             except BaseException:
                 print(log.read_text()[-8000:])
