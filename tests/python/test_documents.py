@@ -27,7 +27,7 @@ PAGES = [*FROM_NOTHING, *DOCS]
 LINKED = [*PAGES, ROOT / "python" / "SPARK.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "sql").glob("*.md"))]
 
 # Of all pages that people write. A page that grows is a decision: another becomes shorter.
-WORDS = 29_750
+WORDS = 29_800
 
 # One more block that nobody runs is a decision: change the number together with the page.
 NOT_RUN = {
