@@ -27,6 +27,7 @@ PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
 # What each extra must bring, by the modules of pgque that need it.
 EXTRAS = {
     "binary": "psycopg, psycopg_binary",
+    "celery": "celery, pgque.celery",
     "dev": "mypy, pytest",
     "django": "django_tasks, pgque.django.operations",
     "embedded": "pgque.embedded",
