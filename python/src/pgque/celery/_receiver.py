@@ -24,6 +24,7 @@ from psycopg import sql
 from .. import _batches, _encode
 from .._batches import ACK, RELEASE, Batch, MessageOutcome
 from .._connection import Progress, keep_connected, open_client
+from .._exchange import report_and_receive
 from .._leases import Heartbeat, kept
 from .._listen import listen, queue_of
 from .._sources import Source, Sources
@@ -32,7 +33,6 @@ from .._stopper import Stopper
 from ..client import PgqueClient
 from ..errors import PgqueError, PgqueTickNotFound, from_psycopg, one_line
 from ..types import Message
-from ..workers import _report_and_receive
 from ._options import Options
 from ._wire import Raw, raw_of
 
@@ -408,7 +408,7 @@ class Receiver:
             found = self._find_source() if may_receive and not self._stopper.is_set() else None
         if found is None:
             if reported:
-                _report_and_receive(client, None, reported, None, Message)
+                report_and_receive(client, None, reported, None, Message)
                 self._forget_finished()
             return False
         now = time.monotonic()
@@ -417,7 +417,7 @@ class Receiver:
         timeout = self._options.visibility_timeout
         receive = _batches.receive(queue, consumer, self.name, found.room, timeout, MAX_BYTES)
         try:
-            received = _report_and_receive(client, consumer, reported, receive, Message)
+            received = report_and_receive(client, consumer, reported, receive, Message)
         except PgqueError as error:
             error.queue = error.queue or queue
             raise
