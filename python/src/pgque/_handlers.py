@@ -6,21 +6,54 @@ import inspect
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from . import _payloads
+from ._encode import total_seconds
 from ._retries import DEFAULT, Retries
 from .errors import PgqueBadArgument
-from .types import Message
+from .types import Message, Seconds
 
-F = TypeVar("F", bound=Callable[..., object])
 H = TypeVar("H", bound=Callable[..., object])
 
 # So many message types without a handler are remembered as logged; there may be any number of types.
 _MAX_LOGGED_TYPES = 100
 
 
-class Handlers(Generic[F]):
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a handler is registered with.
+
+    Args:
+        retries: what becomes of its failed messages.
+        timeout: seconds that it may run; None is as its worker has it.
+    """
+
+    retries: Retries = DEFAULT
+    timeout: float | None = None
+
+
+_NO_OPTIONS = Options()
+
+
+class Registered(NamedTuple):
+    """A handler, what calls it with what it asks for by annotation, and its options."""
+
+    handler: Callable[..., object]
+    call: Callable[..., object]
+    options: Options
+
+
+def timeout_of(seconds: Seconds | None, name: str) -> float | None:
+    """Return a time limit in seconds, or None. Raises ValueError for 0 and below."""
+    limit = None if seconds is None else total_seconds(seconds)
+    if limit is not None and not limit > 0:
+        raise ValueError(f"{name} must be more than 0 seconds, or None")
+    return limit
+
+
+class Handlers:
     """Find the handler of a message by its type.
 
     Args:
@@ -48,22 +81,20 @@ class Handlers(Generic[F]):
         self._consumer = consumer
         self._log = log
         self._logged: set[str | None] = set()
-        self._by_type: dict[str, F] = {}
-        self._calls: dict[str, F] = {}  # the same, with what each handler asks for by annotation
-        self._retries: dict[str, Retries] = {}  # of those that were registered with some
+        self._by_type: dict[str, Registered] = {}
 
     @property
-    def by_type(self) -> Mapping[str, F]:
+    def by_type(self) -> Mapping[str, Callable[..., object]]:
         """Return the handlers by message type."""
-        return self._by_type
+        return {type: found.handler for type, found in self._by_type.items()}
 
     @property
-    def retries_by_type(self) -> Mapping[str, Retries]:
-        """Return what becomes of failed messages, by message type."""
-        return self._retries
+    def options_by_type(self) -> Mapping[str, Options]:
+        """Return the options of the handlers, by message type."""
+        return {type: found.options for type, found in self._by_type.items()}
 
     def register(
-        self, type: object, then: Callable[[], object] | None = None, retries: Retries = DEFAULT
+        self, type: object, then: Callable[[], object] | None = None, options: Options = _NO_OPTIONS
     ) -> Callable[[H], H]:
         """Return a decorator that registers the handler of a message type, and then calls `then`.
 
@@ -81,27 +112,24 @@ class Handlers(Generic[F]):
         def decorate(handler: H) -> H:
             self._check(handler, self._owner)
             _check_arguments(handler, self._arguments)
-            before: object = self._by_type.get(type, handler)
-            if before != handler:
+            before = self._by_type.get(type)
+            if before is not None and before.handler != handler:
                 raise PgqueBadArgument(
-                    f"messages of type {type!r} have a handler already: {_name(before)}",
+                    f"messages of type {type!r} have a handler already: {_name(before.handler)}",
                     hint="Register one function for a type, and call others from it.",
                 )
             namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
-            self._calls[type] = _payloads.with_model(handler, namespace, _name(handler))  # type: ignore[assignment]
-            self._by_type[type] = handler  # type: ignore[assignment]
-            self._retries[type] = retries
+            call = _payloads.with_model(handler, namespace, _name(handler))
+            self._by_type[type] = Registered(handler, call, options)
             if then is not None:
                 then()
             return handler
 
         return decorate
 
-    def add_all(self, others: Handlers[Any]) -> None:
+    def add_all(self, others: Handlers) -> None:
         """Register the handlers of another worker, with what they ask for by annotation."""
         self._by_type.update(others._by_type)
-        self._calls.update(others._calls)
-        self._retries.update(others._retries)
 
     def check_any(self, policy: str) -> None:
         """Raise PgqueBadArgument without a single handler: each message would fail until it is a dead
@@ -112,16 +140,18 @@ class Handlers(Generic[F]):
                 hint=f'Register one with {self._decorator}("type"), or pass unknown_handler_policy="ack".',
             )
 
-    def find(self, message: Message) -> F | None:
+    def find(self, message: Message) -> Callable[..., object] | None:
         """Return the handler of a message, or else the one of all types, or None.
 
         It takes a message, whatever its annotation asks for.
         """
-        return self._calls.get(message.type or "", self._calls.get("*"))
+        found = self._by_type.get(message.type or "") or self._by_type.get("*")
+        return None if found is None else found.call
 
-    def retries(self, message: Message) -> Retries:
-        """Return what becomes of a message whose handler failed."""
-        return self._retries.get(message.type or "", self._retries.get("*", DEFAULT))
+    def options(self, message: Message) -> Options:
+        """Return the options of the handler of a message."""
+        found = self._by_type.get(message.type or "") or self._by_type.get("*")
+        return _NO_OPTIONS if found is None else found.options
 
     def reject_reason(self, message: Message, policy: str) -> str | None:
         """Return the reason to reject a message that has no handler, or None to acknowledge it.

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import _otel, _prometheus
-from ._handlers import Handlers
+from ._handlers import Handlers, Options
 from ._json import Encoder
 from ._liveness import Liveness, is_fresh
 from ._middleware import Middleware, Moment
 from ._payloads import Decoder
 from ._recurring import Recurring
-from ._retries import Retries
 from ._stopper import Stopper
 from .errors import PgqueError
 
@@ -51,7 +50,7 @@ class ProcessWorker(Protocol):
     shutdown_timeout: float
     liveness_file: str | os.PathLike[str] | None
     _liveness: Liveness
-    _handlers: Handlers[Callable[..., object]]
+    _handlers: Handlers
     _middleware: Middleware
     _recurring: list[Recurring]
     _stopper: Stopper
@@ -100,7 +99,7 @@ class _Place:
                 worker.dsn,
                 settings,
                 worker._handlers.by_type,
-                worker._handlers.retries_by_type,
+                worker._handlers.options_by_type,
                 worker._middleware.hooks,
                 worker._recurring,
                 _otel.is_enabled(),
@@ -146,7 +145,7 @@ def supervise(worker: ProcessWorker) -> None:
         pickle.dumps(
             (
                 worker._handlers.by_type,
-                worker._handlers.retries_by_type,
+                worker._handlers.options_by_type,
                 worker._middleware.hooks,
                 worker.encoder,
                 worker.decoder,
@@ -208,7 +207,7 @@ def _run(
     dsn: str,
     settings: Mapping[str, Any],
     handlers: Mapping[str, Callable[..., object]],
-    retries: Mapping[str, Retries],
+    options: Mapping[str, Options],
     hooks: Mapping[Moment, list[Callable[..., object]]],
     recurring: list[Recurring],
     with_opentelemetry: bool,
@@ -222,7 +221,7 @@ def _run(
         _prometheus.enable_prometheus()
     worker = made(dsn, concurrency=1, **settings)
     for type_, handler in handlers.items():
-        worker._handlers.register(type_, retries=retries[type_])(handler)
+        worker._handlers.register(type_, options=options[type_])(handler)
     worker._middleware.add_all(hooks)
     worker._recurring.extend(recurring)
     threading.Thread(target=_stop_without_parent, args=(worker,), daemon=True).start()

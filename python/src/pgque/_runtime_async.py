@@ -28,7 +28,7 @@ from ._batches import ACK, ARCHIVE, RELEASE, Batch, Item, MessageOutcome, Runnin
 from ._concurrency import SingleRun, TaskPool, check_until_idle, run_worker_async
 from ._connection_async import Progress, keep_connected, open_client, open_client_before
 from ._exchange_async import extend_if_due, report_and_receive, wait
-from ._handlers import Handlers, check_async_handler
+from ._handlers import Handlers, Options, check_async_handler, timeout_of
 from ._json import Encoder
 from ._leases import AsyncHeartbeat, kept
 from ._limit import check_command_timeout
@@ -85,6 +85,15 @@ _LONG = 10
 _NEVER = sys.maxsize
 
 
+def _options(
+    retry_on: ErrorClasses | None,
+    dead_on: ErrorClasses,
+    backoff: Seconds | Sequence[Seconds] | None,
+    timeout: Seconds | None,
+) -> Options:
+    return Options(retries(retry_on, dead_on, backoff), timeout_of(timeout, "timeout"))
+
+
 class AsyncRuntime:
     """Run handlers for the messages of queues; see AsyncWorker and AsyncConsumer."""
 
@@ -134,8 +143,7 @@ class AsyncRuntime:
             raise ValueError("max_bytes must be at least 1")
         if poll_interval <= 0:
             raise ValueError("poll_interval must be more than 0 seconds")
-        if handler_timeout is not None and _encode.total_seconds(handler_timeout) <= 0:
-            raise ValueError("handler_timeout must be more than 0 seconds, or None")
+        timeout_of(handler_timeout, "handler_timeout")
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
@@ -168,7 +176,7 @@ class AsyncRuntime:
         self._title = f"{self._kind.lower()} {name}"
         self._lease_seconds = lease_seconds
         self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
-        self._handlers: Handlers[AsyncHandler | AsyncTransactionalHandler] = Handlers(
+        self._handlers = Handlers(
             self._kind,
             f"@{self._kind.lower()}.handler",
             check_async_handler,
@@ -234,6 +242,7 @@ class AsyncRuntime:
         retry_on: ErrorClasses | None = None,
         dead_on: ErrorClasses = (),
         backoff: Seconds | Sequence[Seconds] | None = None,
+        timeout: Seconds | None = None,
     ) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
         one. Its annotation may ask for a Message[Model] or a Model. It is read here, and may be text.
@@ -246,11 +255,14 @@ class AsyncRuntime:
                 of theirs.
             backoff: seconds before the first retry, the second, and so on; the last is for all further ones,
                 and one number for all. It also counts for `Retry()`. None is `retry_after` of the worker.
+            timeout: seconds that the handler may run, `math.inf` for no limit; None is `handler_timeout` of
+                the worker.
 
         Raises TypeError for an object that cannot be a handler, an annotation that cannot be validated, and
-        what is no class of errors; PgqueBadArgument for a pause below 0 or over ten years.
+        what is no class of errors; PgqueBadArgument for a pause below 0 or over ten years; ValueError for a
+        timeout of 0 or below.
         """
-        return self._handlers.register(type, retries=retries(retry_on, dead_on, backoff))
+        return self._handlers.register(type, options=_options(retry_on, dead_on, backoff, timeout))
 
     def every(
         self,
@@ -653,16 +665,14 @@ class AsyncRuntime:
     def _end_overdue(self) -> None:
         """Reject the messages whose handlers run for too long. Without a limit, log those that run for many
         leases, once."""
-        limit = _LONG * self._lease_seconds
-        if self.handler_timeout is not None:
-            limit = _encode.total_seconds(self.handler_timeout)
         for running in list(self._running):
             message = running.message
+            limit, name = self._limit(message)
             seconds = time.monotonic() - running.since
             if seconds <= limit or running.is_logged:
                 continue
             where = f"the handler of message {message.msg_id}, type {message.type!r}, queue {message.queue},"
-            if self.handler_timeout is None:
+            if name is None:
                 running.is_logged = True
                 self._log.warning(
                     "%s has run for %.0f s, while its lease is extended: to limit this, set handler_timeout",
@@ -673,14 +683,22 @@ class AsyncRuntime:
                 running.is_over = True
                 batch = running.item.batch
                 self._log.error("%s ran longer than %g s: the message is rejected", where, limit)
-                outcome = self._rejection(
-                    message, f"the handler ran longer than {limit:g} s (handler_timeout)"
-                )
+                outcome = self._rejection(message, f"the handler ran longer than {limit:g} s ({name})")
                 self._finished.append((batch, message.msg_id, outcome))
                 _telemetry.note_outcome(message, self.consumer, outcome.action)
                 self._pool.abandon(running.place)
                 if others := running.others(message):  # their transaction is lost
                     self._pool.put([Item(batch, others)])
+
+    def _limit(self, message: Message) -> tuple[float, str | None]:
+        """Return after how many seconds the handler of a message runs for too long, and the name of that
+        limit; without a limit, after how many it is logged, and None."""
+        own = self._handlers.options(message).timeout
+        if own is not None:
+            return own, "timeout"
+        if self.handler_timeout is not None:
+            return _encode.total_seconds(self.handler_timeout), "handler_timeout"
+        return _LONG * self._lease_seconds, None
 
     def _collect(self) -> None:
         """Record the outcomes of handlers in their batches, and set the size of the next ones by how long
@@ -830,7 +848,7 @@ class AsyncRuntime:
 
     def _after(self, message: Message) -> timedelta | None:
         """Return when a message is redelivered that is rejected; None is as the queue says."""
-        own = self._handlers.retries(message).after(message)
+        own = self._handlers.options(message).retries.after(message)
         return _encode.interval(self.retry_after) if own is None else own
 
     def _rejection(self, message: Message, reason: str | None) -> MessageOutcome:
@@ -856,7 +874,7 @@ class AsyncRuntime:
         given_up_for: str | None = None
         if is_bad and self.bad_payload == "dead":
             given_up_for = "a bad payload"
-        elif self._handlers.retries(message).gives_up(error):
+        elif self._handlers.options(message).retries.gives_up(error):
             given_up_for = f"this class of errors (handler of {message.type!r})"
         after = self._after(message)
         text = settings.failure_text(message, self.consumer, error, after, self._is_shared, given_up_for)
