@@ -40,6 +40,7 @@ class ThreadPool(Generic[T]):
         self._context = copy_context()
         self.is_closing = False
         self._threads: set[threading.Thread] = set()
+        self._abandoned: list[threading.Thread] = []
         for _ in range(size):
             self._start()
 
@@ -60,10 +61,13 @@ class ThreadPool(Generic[T]):
         """Return where the current item is worked on, for `abandon`."""
         return threading.current_thread()
 
-    def abandon(self, place: threading.Thread) -> None:
-        """Have another thread work in place of one, which ends when its item is finished."""
+    def abandon(self, place: threading.Thread) -> str:
+        """Have another thread work in place of one, which ends when its item is finished. Return what becomes
+        of it, for the log."""
         self._threads.discard(place)
         self._start()
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()] + [place]
+        return f"its thread goes on, as one of {len(self._abandoned)}"
 
     def put(self, items: Sequence[T]) -> None:
         """Have items worked on, each as soon as a thread is free."""
@@ -140,9 +144,9 @@ class TaskPool(Generic[T]):
         """Return where the current item is worked on, for `abandon`."""
         return asyncio.current_task()
 
-    def abandon(self, place: asyncio.Task[Any] | None) -> None:
+    def abandon(self, place: asyncio.Task[Any] | None) -> str:
         """Cancel a task, and have another one work in its place at once: a task may outlive its
-        cancellation."""
+        cancellation. Return what becomes of it, for the log."""
         for number, task in self._tasks.items():
             if task is place:
                 task.cancel()
@@ -150,7 +154,8 @@ class TaskPool(Generic[T]):
                 task.add_done_callback(self._abandoned.discard)
                 del self._tasks[number]
                 self._follow(number)
-                return
+                break
+        return "its task is cancelled"
 
     def queued(self) -> int:
         """Count the items that no task has started."""

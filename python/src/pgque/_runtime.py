@@ -31,7 +31,7 @@ from ._connection import Progress, keep_connected, open_client, open_client_befo
 from ._exchange import extend_if_due, report_and_receive, wait
 from ._handlers import Handlers, Options, check_handler, timeout_of
 from ._json import Encoder
-from ._leases import Heartbeat, kept
+from ._leases import kept
 from ._limit import check_command_timeout
 from ._listen import TickWatch, listen, queue_of
 from ._liveness import Liveness
@@ -45,6 +45,7 @@ from ._retries import ErrorClasses, retries
 from ._sources import Priority, Source, Sources, check_weights
 from ._stopper import GRACE, Stopper, HandlerInterrupted
 from ._transactional import Transactions, Outcomes
+from ._watch import Watch, Guard
 from .client import PgqueClient
 from .errors import PgqueError, PgquePayloadError, one_line
 from .outcomes import HandlerOutcome, retry_interval
@@ -64,7 +65,7 @@ _REPORT_INTERVAL = 1.0
 # Seconds beyond the time of a stop in which the server has to answer the last report.
 _LAST_REPORT_TIMEOUT = 1.0
 
-# Longest wait in seconds: how often signs of life are given, and handlers checked that run for too long.
+# Longest wait in seconds: how often signs of life are given.
 _LONGEST_WAIT = 1.0
 
 # Most messages received in one call, where nothing else is asked for. The server needs about as much time to
@@ -79,8 +80,8 @@ _QUICK_BATCH, _SLOW_BATCH = 0.2, 1.0
 # leases could not be opened, or is waiting for something else.
 _OVERDUE = 0.75
 
-# Leases after which a handler without a time limit is logged.
-_LONG = 10
+# Leases after which a handler without a time limit counts as hanging, and their seconds where there is none.
+_LONG, _USUAL_LEASE = 10, 30.0
 
 # More outcomes than a worker has messages: handlers need not wake it.
 _NEVER = sys.maxsize
@@ -176,6 +177,7 @@ class Runtime:
         self._name = name
         self._title = f"{self._kind.lower()} {name}"
         self._lease_seconds = lease_seconds
+        self._usual_lease = lease_seconds if math.isfinite(lease_seconds) else _USUAL_LEASE
         self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
         self._handlers = Handlers(
             self._kind,
@@ -200,6 +202,7 @@ class Runtime:
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
         # The items that run. One that ran for too long is taken out by the session.
         self._running: set[Running] = set()
+        self._guard: Guard | None = None  # of a process that runs nothing else
         self._catch_signals = True
         self._until_idle = False  # whether `run` ends when nothing is left to be done
         self._is_idle = False
@@ -380,7 +383,8 @@ class Runtime:
         work = self._handle_together if self.transactional else self._handle
         self._pool: ThreadPool[Item] = ThreadPool(self.concurrency, work)
         try:
-            with self._leases_kept():
+            watch = Watch(self._end_overdue, f"{self._title} of queue {self.queue}", self._usual_lease)
+            with watch, self._leases_kept():
                 try:
                     self._run_sessions()
                 except PgqueError as error:
@@ -403,8 +407,7 @@ class Runtime:
         seconds = self._kept_seconds()
         if seconds is None:
             return nullcontext()  # a batch of a consumer that reads alone does not expire
-        name = f"{self._title} of queue {self.queue}"
-        return kept(self.dsn, name, seconds, self._leases, Heartbeat())
+        return kept(self.dsn, seconds, self._leases)
 
     def _leases(self) -> list[Batch[Message]]:
         return list(self._batches.values())
@@ -474,9 +477,11 @@ class Runtime:
                     if self._liveness.needs_answer:
                         client._run("select 1")
                         self._liveness.note_answer()
-                    self._liveness.give()
+                    if not self._all_hang():
+                        self._liveness.give()
         finally:
             client.close()
+            self._transactions.close_idle()  # they lead the same way
 
     def _begin(self, client: PgqueClient) -> None:
         """Prepare a new connection for receiving."""
@@ -529,7 +534,6 @@ class Runtime:
         if stopping:
             self._release_queued()
         self._wake_at = _NEVER
-        self._end_overdue()
         self._collect()
         for batch in list(self._batches.values()):
             extend_if_due(client, batch, self._lease_seconds, _OVERDUE)
@@ -665,7 +669,7 @@ class Runtime:
 
     def _end_overdue(self) -> None:
         """Reject the messages whose handlers run for too long. Without a limit, log those that run for many
-        leases, once."""
+        leases, once. Called by the watch, whatever the session waits for."""
         for running in list(self._running):
             message = running.message
             limit, name = self._limit(message)
@@ -675,21 +679,36 @@ class Runtime:
             where = f"the handler of message {message.msg_id}, type {message.type!r}, queue {message.queue},"
             if name is None:
                 running.is_logged = True
+                _telemetry.note_overrun(message, self.consumer)
                 self._log.warning(
-                    "%s has run for %.0f s, while its lease is extended: to limit this, set handler_timeout",
-                    where,
-                    seconds,
+                    "%s has run for %.0f s without a limit: set handler_timeout", where, seconds
                 )
             elif self._claim(running):  # else it has just returned
                 running.is_over = True
                 batch = running.item.batch
-                self._log.error("%s ran longer than %g s: the message is rejected", where, limit)
+                left = self._leave(running)
+                self._log.error(
+                    "%s ran longer than %g s: the message is rejected, and %s", where, limit, left
+                )
                 outcome = self._rejection(message, f"the handler ran longer than {limit:g} s ({name})")
                 self._finished.append((batch, message.msg_id, outcome))
+                _telemetry.note_overrun(message, self.consumer)
                 _telemetry.note_outcome(message, self.consumer, outcome.action)
-                self._pool.abandon(running.place)
                 if others := running.others(message):  # their transaction is lost
                     self._pool.put([Item(batch, others)])
+                self._stopper.wake()
+
+    def _leave(self, running: Running) -> str:
+        """Have the next message handled in the place of a handler that does not end. Return what becomes of
+        that one."""
+        if self._guard is not None:
+            self.stop()
+            return "its process is ended"
+        return self._pool.abandon(running.place)
+
+    def _all_hang(self) -> bool:
+        """Return whether there is no place for another handler, as all have run for many leases."""
+        return sum(running.is_logged for running in list(self._running)) >= self.concurrency
 
     def _limit(self, message: Message) -> tuple[float, str | None]:
         """Return after how many seconds the handler of a message runs for too long, and the name of that
@@ -699,7 +718,7 @@ class Runtime:
             return own, "timeout"
         if self.handler_timeout is not None:
             return _encode.total_seconds(self.handler_timeout), "handler_timeout"
-        return _LONG * self._lease_seconds, None
+        return _LONG * self._usual_lease, None
 
     def _collect(self) -> None:
         """Record the outcomes of handlers in their batches, and set the size of the next ones by how long
@@ -751,6 +770,13 @@ class Runtime:
         self._running.add(running)
         return running
 
+    def _note_started(self, running: Running, message: Message) -> None:
+        """Take note that a handler begins."""
+        running.note_started(message)
+        if self._guard is not None:
+            limit, name = self._limit(message)
+            self._guard.arm(math.inf if name is None else limit)
+
     def _claim(self, running: Running) -> bool:
         """Take a running item, whose outcome counts for whoever takes it: its thread or task, or the session,
         which rejects what runs for too long."""
@@ -758,6 +784,8 @@ class Runtime:
             self._running.remove(running)
         except KeyError:
             return False
+        if self._guard is not None:
+            self._guard.disarm()
         return True
 
     def _is_ending(self, running: Running) -> bool:
@@ -779,6 +807,7 @@ class Runtime:
                 outcome = self._unhandled(message)
             else:
                 running = self._start(item)
+                self._note_started(running, message)
                 with _telemetry.handling(message, self.consumer):
                     returned = self._middleware.call(handler, message)
                 outcome = self._outcome(message, returned)
@@ -809,7 +838,6 @@ class Runtime:
                 self._log_expired(batch)
             else:
                 running = self._start(item)
-                running.since = math.inf  # until it has a connection
                 outcomes, again = self._transactions.handle(running)
         except BaseException as error:
             if running is not None and not self._is_ending(running):

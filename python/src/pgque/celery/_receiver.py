@@ -25,7 +25,7 @@ from .. import _batches, _encode
 from .._batches import ACK, RELEASE, Batch, MessageOutcome
 from .._connection import Progress, keep_connected, open_client
 from .._exchange import report_and_receive
-from .._leases import Heartbeat, kept
+from .._leases import kept
 from .._listen import listen, queue_of
 from .._sources import Source, Sources
 from .._statements import MAX_BYTES
@@ -298,7 +298,7 @@ class Receiver:
         try:
             with (
                 self._stopper.running(False),
-                kept(self._dsn, self.name, self._seconds, lambda: list(self._batches.values()), Heartbeat()),
+                kept(self._dsn, self._seconds, lambda: list(self._batches.values())),
             ):
                 keep_connected(
                     self._stopper,
