@@ -1,4 +1,4 @@
-"""Ticker, worker, async worker, consumer, command line and page do their work in the circumstances of users.
+"""Ticker, workers, consumers, command line and page do their work in the circumstances of users.
 
 A circumstance is a setting of the server, the way to it, or something that happens while all of them run.
 """
@@ -197,36 +197,41 @@ def _value(conn: Connection, query: str, *parameters: object) -> Any:
 # -- all programs -----------------------------------------------------------------------------------------
 
 
+KINDS: dict[str, tuple[Callable[..., Any], dict[str, object]]] = {
+    "worker": (pgque.Worker, {}),
+    "async worker": (pgque.AsyncWorker, {}),
+    "transactional worker": (pgque.Worker, {"transactional": True}),
+    "consumer": (pgque.Consumer, {"poll_interval": 0.2}),
+    "async consumer": (pgque.AsyncConsumer, {"poll_interval": 0.2}),
+    "transactional consumer": (pgque.Consumer, {"poll_interval": 0.2, "transactional": True}),
+}
+
+
 @contextmanager
-def programs(dsn: str, queue: str) -> Iterator[dict[str, list[Any]]]:
-    """Run a ticker, a worker, an async worker and a consumer; yield the payloads that each has handled."""
-    seen: dict[str, list[Any]] = {"worker": [], "async worker": [], "consumer": []}
+def programs(dsn: str, queue: str) -> Iterator[dict[str, list[int]]]:
+    """Run a ticker, and workers and consumers; yield the payloads that each has handled."""
+    seen: dict[str, list[int]] = {name: [] for name in KINDS}
     stop = threading.Event()
-    worker = pgque.Worker(dsn, queue=queue, consumer="worker")
-    consumer = pgque.Consumer(dsn, queue=queue, consumer="consumer", poll_interval=0.2)
-    alone = pgque.AsyncWorker(dsn, queue=queue, consumer="async worker")
-
-    @worker.handler("*")
-    def work(message: pgque.Message) -> None:
-        seen["worker"].append(int(message.payload or ""))
-
-    @consumer.handler("*")
-    def consume(message: pgque.Message) -> None:
-        seen["consumer"].append(int(message.payload or ""))
-
-    @alone.handler("*")
-    async def work_alone(message: pgque.Message) -> None:
-        seen["async worker"].append(int(message.payload or ""))
-
     with ExitStack() as stack:
-        for run, end in (
-            (lambda: run_ticker(dsn, stop), stop.set),
-            (worker.run, worker.stop),
-            (consumer.run, consumer.stop),
-            (lambda: asyncio.run(alone.run()), alone.stop),
-        ):
-            stack.enter_context(threads.running(run, end, 20))
+        stack.enter_context(threads.running(lambda: run_ticker(dsn, stop), stop.set, 20))
+        for name, (made, options) in KINDS.items():
+            program = made(dsn, queue=queue, consumer=name, **options)
+            stack.enter_context(threads.running(_of(program, seen[name].append), program.stop, 20))
         yield seen
+
+
+def _of(program: Any, see: Callable[[int], None]) -> Callable[[], object]:
+    """Return what runs a program that sees each payload."""
+
+    def handle(message: pgque.Message, *conn: object) -> None:
+        see(int(message.payload or ""))
+
+    async def handle_async(message: pgque.Message) -> None:
+        handle(message)
+
+    is_async = isinstance(program, pgque.AsyncWorker | pgque.AsyncConsumer)
+    program.handler("*")(handle_async if is_async else handle)
+    return (lambda: asyncio.run(program.run())) if is_async else program.run
 
 
 @pytest.mark.parametrize("name", CIRCUMSTANCES)
@@ -237,7 +242,7 @@ def test_each_message_is_handled_once_by_every_program(
         CIRCUMSTANCES[name](place, stack)
         with pgque.connect(place.dsn, autocommit=True) as client:
             client.create_queue("q")
-            for consumer in ("worker", "async worker", "consumer", "command"):
+            for consumer in (*KINDS, "command"):
                 client.subscribe("q", consumer)
         with caplog.at_level(logging.WARNING, "pgque"), programs(place.dsn, "q") as seen:
 
@@ -258,7 +263,8 @@ def test_each_message_is_handled_once_by_every_program(
             handled(2 * SENT)
             _command_line(place.dsn)
             handled(2 * SENT + 1)
-            assert seen["consumer"] == list(range(2 * SENT + 1))
+            for name, handled_in_order in seen.items():
+                assert "worker" in name or handled_in_order == list(range(2 * SENT + 1))
             _page(place)
         warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert [each for each in warnings if not any(word in each for word in place.logs)] == []

@@ -130,7 +130,7 @@ class PgqueClient:
         try:
             conn = LimitedConnection.connect(
                 with_keepalives(dsn),
-                autocommit=autocommit,
+                autocommit=True,
                 row_factory=tuple_row,
                 prepare_threshold=None,
             )
@@ -142,11 +142,17 @@ class PgqueClient:
         client._command_timeout = command_timeout
         try:
             client._ensure_version()
+            if client._is_direct:
+                conn.prepare_threshold = prepare_threshold()
+                with client._limited():
+                    conn.end_with_client()
+            conn.set_autocommit(autocommit)
+        except psycopg.Error as error:
+            conn.close()
+            raise from_psycopg(error) from error
         except BaseException:
             conn.close()
             raise
-        if client._is_direct:
-            conn.prepare_threshold = prepare_threshold()
         return client
 
     @classmethod

@@ -129,7 +129,7 @@ class AsyncPgqueClient:
         try:
             conn = await AsyncLimitedConnection.connect(
                 with_keepalives(dsn),
-                autocommit=autocommit,
+                autocommit=True,
                 row_factory=tuple_row,
                 prepare_threshold=None,
             )
@@ -141,11 +141,17 @@ class AsyncPgqueClient:
         client._command_timeout = command_timeout
         try:
             await client._ensure_version()
+            if client._is_direct:
+                conn.prepare_threshold = prepare_threshold()
+                with client._limited():
+                    await conn.end_with_client()
+            await conn.set_autocommit(autocommit)
+        except psycopg.Error as error:
+            await conn.close()
+            raise from_psycopg(error) from error
         except BaseException:
             await conn.close()
             raise
-        if client._is_direct:
-            conn.prepare_threshold = prepare_threshold()
         return client
 
     @classmethod
