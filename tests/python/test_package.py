@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -72,6 +73,50 @@ def test_importing_the_package_loads_neither_the_command_nor_the_server_launcher
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_an_earlier_module_path_is_a_second_name_of_the_module_of_today() -> None:
+    code = """
+import json, sys, warnings
+from importlib import import_module
+from pgque.earlier import EARLIER
+warnings.simplefilter("always")
+told = {}
+for name, new in EARLIER.items():
+    with warnings.catch_warnings(record=True) as caught:
+        earlier = import_module(f"pgque.{name}")
+    told[name] = [str(w.message) for w in caught if w.category is DeprecationWarning]
+    assert earlier is import_module(f"pgque.{new}") is getattr(sys.modules["pgque"], name)
+    assert earlier.__spec__.name == earlier.__name__ == f"pgque.{new}"
+print(json.dumps(told))
+"""
+    told = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert {name for name, warned in told.items() if not warned} == {"embedded", "exporter"}
+    assert told["workers"] == ["the module pgque.workers is now pgque.twins.workers"]
+
+
+def test_the_client_and_the_command_are_found_where_they_were_before_these_were_folders() -> None:
+    code = """
+import sys, pgque.client, pgque.cli
+assert not {"psycopg", "click"} & set(sys.modules)
+from pgque.client import PgqueClient, connect
+assert (PgqueClient, connect) == (pgque.PgqueClient, pgque.connect)
+from pgque.cli import main
+main(["--version"])
+"""
+    told = subprocess.check_output([sys.executable, "-W", "error", "-c", code], text=True)
+    assert told == f"pgque, version {pgque.__version__}\n"
+
+
+def test_the_top_of_the_package_is_short_and_a_generated_module_lies_in_the_folder_of_twins() -> None:
+    folder = SOURCE / "pgque"
+    entries = {path.name for path in folder.iterdir() if path.name != "__pycache__"}
+    assert len(entries) <= 26, sorted(entries)
+    assert {name for name in entries if name.startswith("_")} == {"__init__.py", "_version.py"}
+    generated = {path for path in folder.rglob("*.py") if path.read_text().startswith("# Generated from ")}
+    assert generated == {path for path in folder.joinpath("twins").iterdir() if path.suffix == ".py"} - {
+        folder / "twins" / "__init__.py"
+    }
 
 
 def test_every_extra_that_the_code_names_exists() -> None:
