@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ._otel import enable_opentelemetry
     from ._prometheus import enable_prometheus
     from ._stopper import HandlerInterrupted
+    from ._tasks import Task
     from .calls import ack, nack, receive, send, send_batch
     from .calls_async import ack_async, nack_async, receive_async, send_async, send_batch_async
     from .client import PgqueClient, connect
@@ -78,7 +79,7 @@ else:
     # pgque.spark, and with it this module, and most of them need neither a client nor psycopg.
     _MODULES = (
         *("errors", "outcomes", "types", "_stopper", "_otel", "_prometheus", "client", "client_async"),
-        *("consumer", "consumer_async", "workers", "workers_async", "calls", "calls_async"),
+        *("consumer", "consumer_async", "workers", "workers_async", "calls", "calls_async", "_tasks"),
     )
 
     def __getattr__(name: str) -> object:
@@ -155,6 +156,7 @@ __all__ = [
     "Retry",
     "SendResult",
     "StatusRow",
+    "Task",
     "WorkMessage",
     "WorkQueue",
     "Worker",

@@ -7,15 +7,13 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from . import _payloads
 from ._encode import total_seconds
 from ._retries import DEFAULT, Retries
 from .errors import PgqueBadArgument
 from .types import Message, Seconds
-
-H = TypeVar("H", bound=Callable[..., object])
 
 # So many message types without a handler are remembered as logged; there may be any number of types.
 _MAX_LOGGED_TYPES = 100
@@ -43,6 +41,10 @@ class Registered(NamedTuple):
     handler: Callable[..., object]
     call: Callable[..., object]
     options: Options
+
+
+def _itself(handler: object) -> object:
+    return handler
 
 
 def timeout_of(seconds: Seconds | None, name: str) -> float | None:
@@ -94,9 +96,9 @@ class Handlers:
         return {type: found.options for type, found in self._by_type.items()}
 
     def register(
-        self, type: object, then: Callable[[], object] | None = None, options: Options = _NO_OPTIONS
-    ) -> Callable[[H], H]:
-        """Return a decorator that registers the handler of a message type, and then calls `then`.
+        self, type: object, made: Callable[[Any], Any] = _itself, options: Options = _NO_OPTIONS
+    ) -> Callable[[Any], Any]:
+        """Return a decorator that registers the handler of a message type, as what `made` makes of it.
 
         The decorator must be called by the code that names the handler, since it reads the local names of its
         caller: a handler may ask for a model by annotation. Raises TypeError where the decorator was given
@@ -109,7 +111,7 @@ class Handlers:
                 f' {self._decorator}("order.created"), or {self._decorator}("*") for all'
             )
 
-        def decorate(handler: H) -> H:
+        def decorate(handler: Callable[..., object]) -> Any:
             self._check(handler, self._owner)
             _check_arguments(handler, self._arguments)
             before = self._by_type.get(type)
@@ -120,10 +122,9 @@ class Handlers:
                 )
             namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
             call = _payloads.with_model(handler, namespace, _name(handler))
-            self._by_type[type] = Registered(handler, call, options)
-            if then is not None:
-                then()
-            return handler
+            result = made(handler)
+            self._by_type[type] = Registered(result, call, options)
+            return result
 
         return decorate
 

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, Protocol, TypeAlias, TypeVar, overload
 
 import psycopg
 from psycopg import AsyncConnection
@@ -39,13 +39,14 @@ from ._min_interval import check_min_interval, next_receive_at
 from ._options import settings_of
 from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
-from ._recurring import Recurring, recurring_queue
+from ._recurring import Recurring, own_queue
 from ._retries import ErrorClasses, retries
 from ._sources import Priority, Source, Sources, check_weights
 from ._stopper import GRACE, AsyncStopper, HandlerInterrupted
+from ._tasks import P, T, Task
 from ._transactional_async import AsyncTransactions, Outcomes
 from .client_async import AsyncPgqueClient
-from .errors import PgqueError, PgquePayloadError, one_line
+from .errors import PgqueBadArgument, PgqueError, PgquePayloadError, one_line
 from .outcomes import HandlerOutcome, retry_interval
 from .types import Event, Message, Payload, Seconds
 
@@ -55,6 +56,7 @@ AsyncTransactionalHandler: TypeAlias = Callable[[Any, AsyncConnection[object]], 
 BeforeHook = TypeVar("BeforeHook", bound=Callable[[Message], object])
 AfterHook = TypeVar("AfterHook", bound=Callable[[Message, object], object])
 ErrorHook = TypeVar("ErrorHook", bound=Callable[[Message, BaseException], object])
+R = TypeVar("R", bound=Awaitable[object])
 H = TypeVar("H", bound=AsyncHandler | AsyncTransactionalHandler)
 
 # Outcomes of a batch that is not finished are reported after so many seconds.
@@ -83,6 +85,18 @@ _LONG = 10
 
 # More outcomes than a worker has messages: handlers need not wake it.
 _NEVER = sys.maxsize
+
+
+class AsyncTaskDecorator(Protocol):
+    """Make a Task of a handler, whose payload is what the first parameter asks for."""
+
+    @overload
+    def __call__(
+        self, handler: Callable[Concatenate[Message[T], P], R], /
+    ) -> Task[T, Concatenate[Message[T], P], R]: ...
+
+    @overload
+    def __call__(self, handler: Callable[Concatenate[T, P], R], /) -> Task[T, Concatenate[T, P], R]: ...
 
 
 def _options(
@@ -264,6 +278,34 @@ class AsyncRuntime:
         """
         return self._handlers.register(type, options=_options(retry_on, dead_on, backoff, timeout))
 
+    def task(
+        self,
+        type: str,
+        *,
+        queue: str | None = None,
+        retry_on: ErrorClasses | None = None,
+        dead_on: ErrorClasses = (),
+        backoff: Seconds | Sequence[Seconds] | None = None,
+        timeout: Seconds | None = None,
+    ) -> AsyncTaskDecorator:
+        """Register the decorated function as the handler of a message type, and return a Task, which sends
+        such messages: `send`, `send_many`, and the same with `_async`. It can be called as the function.
+
+        Args:
+            type: the message type.
+            queue: the queue that the task sends to; required if the worker has several.
+
+        The other arguments and the errors are those of `handler`. Raises ValueError if the worker does not
+        receive from the queue.
+        """
+        if type == "*":
+            raise PgqueBadArgument(
+                'a task needs a message type, and "*" is none', hint="Use handler for all other types."
+            )
+        to = own_queue(self.queues, queue, "a task")
+        options = _options(retry_on, dead_on, backoff, timeout)
+        return self._handlers.register(type, lambda handler: Task(handler, type, to, self.encoder), options)
+
     def every(
         self,
         cron: str,
@@ -291,12 +333,17 @@ class AsyncRuntime:
         Raises ValueError if the worker has one of this name, or does not receive from the queue, and
         TypeError for an object that cannot be a handler.
         """
-        queue = recurring_queue(self.queues, queue)
+        queue = own_queue(self.queues, queue, "a recurring message")
         recurring = Recurring(
             name or f"{queue}/{type}", queue, cron, Event(type, payload), timezone, catch_up
         )
         recurring.check_new(self._recurring)
-        return self._handlers.register(type, lambda: self._recurring.append(recurring))
+
+        def made(handler: H) -> H:
+            self._recurring.append(recurring)
+            return handler
+
+        return self._handlers.register(type, made)
 
     def before(self, hook: BeforeHook) -> BeforeHook:
         """Register the decorated function to be called with each message before its handler.
