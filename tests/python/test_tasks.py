@@ -6,7 +6,7 @@ import asyncio
 import functools
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -196,7 +196,7 @@ def importable(message: pgque.Message) -> None: ...
 
 
 def test_processes_find_a_task_by_its_name() -> None:
-    assert pickle.loads(pickle.dumps(importable)) is importable
+    assert pickle.loads(pickle.dumps(importable)) is importable  # noqa: S301
 
 
 def test_a_task_of_a_worker_with_several_queues_says_where_it_sends() -> None:
@@ -222,3 +222,208 @@ def test_the_type_of_a_task_cannot_be_another_one() -> None:
         task.send_many(None, [pgque.Event("t", 1)])
     with pytest.raises(pgque.PgqueBadArgument):
         worker.task("*")
+
+
+# -- batch handlers ------------------------------------------------------------
+
+
+@pytest.fixture
+def ledger(conn: Connection) -> Iterator[Callable[[], list[str]]]:
+    conn.execute("create table batch_ledger (payload text)")
+    yield lambda: [row[0] for row in conn.execute("select payload from batch_ledger order by 1")]
+    conn.execute("drop table batch_ledger")
+
+
+@kinds
+def test_a_batch_handler_gets_the_messages_of_its_type_in_order_and_at_most_as_many_as_it_takes(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, made: Made
+) -> None:
+    worker = made(dsn, queue=pool, consumer="c", concurrency=1)
+    calls: list[list[int]] = []
+    others: list[object] = []
+    register(worker, worker.handler("other"), lambda message: others.append(message.payload))
+
+    def store(orders: list[Order]) -> None:
+        calls.append([order.id for order in orders])
+
+    register(worker, worker.batch_handler("*", size=150), store)
+    for first in range(0, 400, 100):
+        client.send_batch(pool, f"type {first % 200}", [Order(n) for n in range(first, first + 100)])
+        client.send(pool, str(first), type="other")
+    tick(pool)
+    run(worker, until_idle=True)
+    assert [n for call in calls for n in call] == list(range(400))
+    assert max(map(len, calls)) <= 150 and len(calls) <= 4
+    assert others == ["0", "100", "200", "300"]
+    assert client.list_messages(pool) == []
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@kinds
+def test_an_error_of_a_batch_handler_is_that_of_all_its_messages(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    ledger: Callable[[], list[str]],
+    caplog: pytest.LogCaptureFixture,
+    made: Made,
+    transactional: bool,
+) -> None:
+    worker = made(dsn, queue=pool, consumer="c", transactional=transactional)
+    client.set_queue_config(pool, "max_retries", 5)
+
+    def store(messages: list[pgque.Message], own: Any = None) -> None:
+        if own is not None and not _is_async(worker):
+            own.execute("insert into batch_ledger values ('rolled back')")
+        raise {"retried": OSError, "given up": ValueError}[str(messages[0].type)]("no")
+
+    options: dict[str, Any] = {"retry_on": OSError, "backoff": 600}
+    register(worker, worker.batch_handler("retried", **options), store)
+    register(worker, worker.batch_handler("given up", **options), store)
+    _send(client, pool, tick, "a", "b", type="retried")
+    _send(client, pool, tick, "c", "d", type="given up")
+    run(worker, until_idle=True)
+    assert _reasons(client, pool) == {"c": "ValueError: no", "d": "ValueError: no"}
+    retried: list[Any] = client.list_messages(pool, "retry")
+    assert [(message.payload, message.last_error) for message in retried] == [
+        ("a", "OSError: no"),
+        ("b", "OSError: no"),
+    ]
+    assert all((it.available_at - it.created_at).total_seconds() > 590 for it in retried)
+    assert ledger() == []
+    assert sum("the other 1 messages of its batch" in line for line in caplog.messages) == 2
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@kinds
+def test_a_batch_handler_may_give_single_messages_an_outcome_and_one_that_does_not_fit_fails_alone(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    made: Made,
+    transactional: bool,
+) -> None:
+    client.set_queue_config(pool, "max_retries", 5)
+    worker = made(dsn, queue=pool, consumer="c", retry_after=600, transactional=transactional)
+    reported: list[str] = []
+    worker.error(lambda message, error: reported.append(type(error).__name__))
+
+    def store(messages: list[pgque.Message[Order]], own: object = None) -> pgque.Outcomes:
+        outcomes = pgque.Outcomes()
+        for message in messages:
+            if message.value.id == 1:
+                outcomes[message.msg_id] = pgque.Dead("one")
+            elif message.value.id == 2:
+                outcomes[message.msg_id] = pgque.Retry(reason="two")
+            elif message.value.id == 3:
+                outcomes[message.msg_id] = ZeroDivisionError("three")
+        return outcomes
+
+    register(worker, worker.batch_handler("t", dead_on=ZeroDivisionError), store)
+    client.send_batch(pool, "t", [*map(Order, range(5)), {"id": "bad"}])
+    tick(pool)
+    run(worker, until_idle=True)
+    reasons = _reasons(client, pool)
+    assert "does not fit Order" in str(reasons.pop('{"id": "bad"}'))
+    assert reasons == {'{"id": 1}': "one", '{"id": 3}': "ZeroDivisionError: three"}
+    assert [message.last_error for message in client.list_messages(pool, "retry")] == ["two"]
+    assert sorted(reported) == ["PgquePayloadError", "ZeroDivisionError"]
+
+
+@pytest.mark.parametrize("made", [pgque.Worker, pgque.Consumer])
+def test_the_rows_of_a_transactional_batch_handler_are_committed_once_with_the_acks_though_connections_are_lost(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    ledger: Callable[[], list[str]],
+    made: Made,
+) -> None:
+    worker = made(
+        f"{dsn} application_name=victim", queue=pool, consumer="c", transactional=True, concurrency=1
+    )
+    calls = 0
+
+    def store(messages: list[pgque.Message], own: psycopg.Connection[object]) -> None:
+        nonlocal calls
+        calls += 1
+        with own.cursor() as cursor:
+            cursor.executemany(
+                "insert into batch_ledger values (%s)", [(message.payload,) for message in messages]
+            )
+        if calls in (2, 4):
+            with psycopg.connect(dsn, autocommit=True) as other:
+                other.execute(
+                    "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'victim'"
+                )
+
+    register(worker, worker.batch_handler("t", size=20), store)
+    sent = sorted(str(n) for n in range(100))
+    _send(client, pool, tick, *sent)
+    with running(worker):
+        wait_until(lambda: client.list_messages(pool) == [], timeout=30)
+    assert ledger() == sent
+    assert calls > 5
+
+
+def test_what_an_async_transactional_batch_handler_writes_is_committed_with_its_acks(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, ledger: Callable[[], list[str]]
+) -> None:
+    worker = pgque.AsyncConsumer(dsn, queue=pool, consumer="c", transactional=True)
+
+    @worker.batch_handler("t")
+    async def store(messages: list[pgque.Message], own: psycopg.AsyncConnection[object]) -> None:
+        for message in messages:
+            await own.execute("insert into batch_ledger values (%s)", [message.payload])
+
+    _send(client, pool, tick, "a", "b")
+    asyncio.run(worker.run(until_idle=True))
+    assert ledger() == ["a", "b"] and client.list_messages(pool) == []
+
+
+@kinds
+def test_a_batch_handler_beyond_its_time_is_rejected_with_all_its_messages(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, made: Made
+) -> None:
+    release = threading.Event()
+    worker = made(dsn, queue=pool, consumer="c", concurrency=1)
+    register(worker, worker.batch_handler("t", timeout=0.1), lambda messages: release.wait(20))
+    _send(client, pool, tick, "a", "b")
+    with running(worker):
+        wait_until(lambda: len(client.dlq_inspect(pool)) == 2)
+        release.set()
+    assert set(_reasons(client, pool).values()) == {"the handler ran longer than 0.1 s (timeout)"}
+
+
+@pytest.mark.parametrize("made", [pgque.Worker, pgque.AsyncWorker])
+def test_batches_are_handled_side_by_side(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, made: Made
+) -> None:
+    together = threading.Barrier(3, timeout=20)
+    worker = made(dsn, queue=pool, consumer="c", concurrency=3)
+    sizes: list[int] = []
+
+    def store(messages: list[pgque.Message]) -> None:
+        sizes.append(len(messages))
+        together.wait()
+
+    register(worker, worker.batch_handler("t", size=120), store)
+    _send(client, pool, tick, *map(str, range(360)))
+    run(worker, until_idle=True)
+    assert sum(sizes) == 360 and len(sizes) == 3
+
+
+def test_what_cannot_be_a_batch_handler_is_refused() -> None:
+    worker: Any = pgque.Worker(queue="q", consumer="c")
+
+    def of_one(message: Order) -> None: ...
+
+    with pytest.raises(TypeError, match=r"such as list\[Message\]"):
+        worker.batch_handler("t")(of_one)
+    with pytest.raises(TypeError, match="called with the list of messages"):
+        worker.batch_handler("t")(lambda: None)
+    with pytest.raises(ValueError, match="size"):
+        worker.batch_handler("t", size=0)

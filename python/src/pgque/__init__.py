@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         PgqueTickNotFound,
         PgqueVersionError,
     )
-    from .outcomes import Dead, HandlerOutcome, Release, Retry
+    from .outcomes import Dead, HandlerOutcome, Outcomes, Release, Retry
     from .types import (
         Action,
         ArchivedMessage,
@@ -122,6 +122,7 @@ __all__ = [
     "MessageStatus",
     "Metric",
     "Outcome",
+    "Outcomes",
     "PgqueBadArgument",
     "PgqueBatchNotFound",
     "PgqueClient",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import _payloads
 from ._encode import total_seconds
 from ._retries import DEFAULT, Retries
-from .errors import PgqueBadArgument
+from .errors import PgqueBadArgument, PgquePayloadError
+from .outcomes import HandlerOutcome, Outcomes
 from .types import Message, Seconds
 
 # So many message types without a handler are remembered as logged; there may be any number of types.
@@ -26,21 +27,38 @@ class Options:
     Args:
         retries: what becomes of its failed messages.
         timeout: seconds that it may run; None is as its worker has it.
+        size: most messages in one call; None is a handler of one message.
     """
 
     retries: Retries = DEFAULT
     timeout: float | None = None
+    size: int | None = None
 
 
 _NO_OPTIONS = Options()
 
 
 class Registered(NamedTuple):
-    """A handler, what calls it with what it asks for by annotation, and its options."""
+    """A handler and its options; what calls it with a message, or of a batch handler with a list; and what
+    makes what its annotation asks for of a message."""
 
     handler: Callable[..., object]
-    call: Callable[..., object]
     options: Options
+    call: Callable[..., object]
+    give: Callable[[Message], object]
+
+    def read(self, messages: Sequence[Message]) -> tuple[list[object], Outcomes]:
+        """Return what a batch handler gets, and the errors of messages that it cannot get."""
+        if self.give is _payloads.itself:
+            return [*messages], Outcomes()
+        given: list[object] = []
+        failed = Outcomes()
+        for message in messages:
+            try:
+                given.append(self.give(message))
+            except (PgquePayloadError, HandlerOutcome) as error:
+                failed[message.msg_id] = error
+        return given, failed
 
 
 def _itself(handler: object) -> object:
@@ -113,7 +131,7 @@ class Handlers:
 
         def decorate(handler: Callable[..., object]) -> Any:
             self._check(handler, self._owner)
-            _check_arguments(handler, self._arguments)
+            _check_arguments(handler, self._arguments, options.size is not None)
             before = self._by_type.get(type)
             if before is not None and before.handler != handler:
                 raise PgqueBadArgument(
@@ -121,9 +139,10 @@ class Handlers:
                     hint="Register one function for a type, and call others from it.",
                 )
             namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
-            call = _payloads.with_model(handler, namespace, _name(handler))
+            give = _payloads.giver(handler, namespace, _name(handler), options.size is not None)
             result = made(handler)
-            self._by_type[type] = Registered(result, call, options)
+            caller = _payloads.calling(handler, give) if options.size is None else handler
+            self._by_type[type] = Registered(result, options, caller, give)
             return result
 
         return decorate
@@ -146,13 +165,22 @@ class Handlers:
 
         It takes a message, whatever its annotation asks for.
         """
-        found = self._by_type.get(message.type or "") or self._by_type.get("*")
+        found = self.of(message)
         return None if found is None else found.call
+
+    def of(self, message: Message) -> Registered | None:
+        """Return what is registered for a message, or else for all types, or None."""
+        return self._by_type.get(message.type or "") or self._by_type.get("*")
 
     def options(self, message: Message) -> Options:
         """Return the options of the handler of a message."""
-        found = self._by_type.get(message.type or "") or self._by_type.get("*")
+        found = self.of(message)
         return _NO_OPTIONS if found is None else found.options
+
+    @property
+    def take_batches(self) -> bool:
+        """Return whether there are batch handlers."""
+        return any(found.options.size is not None for found in self._by_type.values())
 
     def reject_reason(self, message: Message, policy: str) -> str | None:
         """Return the reason to reject a message that has no handler, or None to acknowledge it.
@@ -194,18 +222,19 @@ def check_async_handler(handler: Callable[..., object], owner: str) -> None:
         )
 
 
-def _check_arguments(handler: Callable[..., object], count: int) -> None:
+def _check_arguments(handler: Callable[..., object], count: int, of_batch: bool) -> None:
     """Raise TypeError for a handler that cannot be called with so many arguments."""
     if (signature := _payloads.signature_of(handler)) is None:
         return
     try:
         signature.bind(*[None] * count)
     except TypeError as error:
-        given = "the message" if count == 1 else "the message and the connection, since transactional=True"
+        given = "the list of messages" if of_batch else "the message"
+        given += "" if count == 1 else " and the connection, since transactional=True"
         raise TypeError(f"{_name(handler)} is called with {given}: {error}") from error
 
 
-def invoke(handler: Callable[..., object], *args: object) -> object:
+def call(handler: Callable[..., object], *args: object) -> object:
     """Call a handler and return its outcome. Raises TypeError for an awaitable: nothing was done yet."""
     outcome = handler(*args)
     if inspect.isawaitable(outcome):

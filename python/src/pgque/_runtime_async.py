@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Concatenate, Literal, Protocol, TypeAlias, TypeVar, overload
@@ -28,13 +29,13 @@ from ._batches import ACK, ARCHIVE, RELEASE, Batch, Item, MessageOutcome, Runnin
 from ._concurrency import SingleRun, TaskPool, check_until_idle, run_worker_async
 from ._connection_async import Progress, keep_connected, open_client, open_client_before
 from ._exchange_async import extend_if_due, report_and_receive, wait
-from ._handlers import Handlers, Options, check_async_handler, timeout_of
+from ._handlers import Handlers, Options, Registered, call_async, check_async_handler, timeout_of
 from ._json import Encoder
 from ._leases import AsyncHeartbeat, kept
 from ._limit import check_command_timeout
 from ._listen_async import TickWatch, listen, queue_of
 from ._liveness import Liveness
-from ._middleware import Middleware
+from ._middleware import Middleware, failure_in, returned_for
 from ._min_interval import check_min_interval, next_receive_at
 from ._options import settings_of
 from ._payloads import BadPayload, Decoder
@@ -44,10 +45,10 @@ from ._retries import ErrorClasses, retries
 from ._sources import Priority, Source, Sources, check_weights
 from ._stopper import GRACE, AsyncStopper, HandlerInterrupted
 from ._tasks import P, T, Task
-from ._transactional_async import AsyncTransactions, Outcomes
+from ._transactional_async import AsyncTransactions
 from .client_async import AsyncPgqueClient
 from .errors import PgqueBadArgument, PgqueError, PgquePayloadError, one_line
-from .outcomes import HandlerOutcome, retry_interval
+from .outcomes import HandlerOutcome, Outcomes, retry_interval
 from .types import Event, Message, Payload, Seconds
 
 # Their first parameter is a Message, a Message[Model] or a Model.
@@ -207,6 +208,8 @@ class AsyncRuntime:
         self._single = SingleRun(self._kind.lower(), self._first_stopper)
         is_fixed = min_interval > 0 or not self._is_shared
         self._size = self.prefetch if is_fixed else min(concurrency, self.prefetch)
+        self._takes_batches = False
+        self._has_prefetch = prefetch is not None or max_messages is not None
         self._is_ahead = False  # whether it receives messages before a handler is free for them
         self._batches: dict[int, Batch[Message]] = {}
         # Written by the threads or tasks that run handlers, read by the session only. None needs no report.
@@ -277,6 +280,38 @@ class AsyncRuntime:
         timeout of 0 or below.
         """
         return self._handlers.register(type, options=_options(retry_on, dead_on, backoff, timeout))
+
+    def batch_handler(
+        self,
+        type: str,
+        *,
+        size: int = 1000,
+        retry_on: ErrorClasses | None = None,
+        dead_on: ErrorClasses = (),
+        backoff: Seconds | Sequence[Seconds] | None = None,
+        timeout: Seconds | None = None,
+    ) -> Callable[[H], H]:
+        """Register the decorated function as the handler of lists of messages of a type, "*" of all types
+        without one. It may ask for a `list[Message[Model]]` or a `list[Model]`.
+
+        It is called with what one receive brought, in order. If it returns, all are acknowledged; if it
+        raises, all are rejected. It may return a `Retry`, `Dead` or `Release` for all of them, or `Outcomes`
+        of single ones. A message that does not fit the Model fails by itself. With `transactional=True` what
+        it writes is kept unless it raises or all messages are redelivered. Hooks are called for each message.
+
+        Args:
+            type: the message type.
+            size: most messages in one call. Unless the worker has a `prefetch`, it receives as many at once.
+
+        The other arguments and the errors are those of `handler`; `timeout` is that of a call.
+        """
+        if size < 1:
+            raise ValueError("size must be at least 1")
+        options = replace(_options(retry_on, dead_on, backoff, timeout), size=size)
+        decorate = self._handlers.register(type, options=options)
+        if not self._has_prefetch:
+            self.prefetch = self.max_messages = max(self.prefetch, size)
+        return decorate
 
     def task(
         self,
@@ -423,8 +458,10 @@ class AsyncRuntime:
     async def _run_here(self) -> None:
         """Run the handlers in this process."""
         self._transactions = AsyncTransactions(self, self._open)
-        work = self._handle_together if self.transactional else self._handle
-        self._pool: TaskPool[Item] = TaskPool(self.concurrency, work)
+        self._pool: TaskPool[Item] = TaskPool(self.concurrency, self._handle)
+        self._takes_batches = self._handlers.take_batches
+        if self._takes_batches:
+            self._size = self.prefetch
         try:
             with self._leases_kept():
                 try:
@@ -643,12 +680,31 @@ class AsyncRuntime:
         return bool(received)
 
     def _items(self, batch: Batch[Message], received: Sequence[Message]) -> list[Item]:
-        """Return what the threads or tasks of the pool take: single messages, or equal parts of the batch,
-        each of which has a transaction."""
+        """Return what the threads or tasks of the pool take: the messages of a batch handler together, and
+        others alone, or in equal parts, each of which has a transaction."""
+        items, rest = self._together(batch, received) if self._takes_batches else ([], received)
         if not self.transactional:
-            return [Item(batch, (message,)) for message in received]
-        size = -(-len(received) // self.concurrency)
-        return [Item(batch, received[i : i + size]) for i in range(0, len(received), size)]
+            return items + [Item(batch, (message,)) for message in rest]
+        size = max(1, -(-len(rest) // self.concurrency))
+        return items + [Item(batch, rest[i : i + size]) for i in range(0, len(rest), size)]
+
+    def _together(
+        self, batch: Batch[Message], received: Sequence[Message]
+    ) -> tuple[list[Item], Sequence[Message]]:
+        """Return the calls of batch handlers, and the other messages."""
+        items: list[Item] = []
+        rest: list[Message] = []
+        by_handler: dict[int, tuple[int, list[Message]]] = {}
+        for message in received:
+            handler = self._find(message)
+            if handler is None or handler.options.size is None:
+                rest.append(message)
+            else:
+                by_handler.setdefault(id(handler), (handler.options.size, []))[1].append(message)
+        for size, messages in by_handler.values():
+            calls = [messages[i : i + size] for i in range(0, len(messages), size)]
+            items += [Item(batch, call, together=True) for call in calls]
+        return items, rest
 
     def _forget_finished(self) -> None:
         self._batches = {
@@ -671,6 +727,9 @@ class AsyncRuntime:
 
     def _room(self, unfinished: int) -> int:
         """Return how many messages to receive; 0 while there is no room, or too little to be worth a call."""
+        if self._takes_batches:  # not messages count, but calls; and one may be ahead
+            begun = len(self._running) + self._pool.queued()
+            return self._size if begun < self.concurrency + self._is_ahead else 0
         if not self._is_ahead:
             return self._size if unfinished < self.concurrency and self._pool.queued() == 0 else 0
         room = min(self._size, self.concurrency - 1 + self._size - unfinished)
@@ -679,7 +738,7 @@ class AsyncRuntime:
     def _outcomes_to_wait_for(self, unfinished: int, room: int, stopping: bool) -> int:
         """Return with how many outcomes of handlers at the earliest there is something to do: a batch to
         report, or room for messages."""
-        if stopping:
+        if stopping or self._takes_batches:
             return 1
         counts = [batch.unfinished for batch in self._batches.values() if batch.unfinished > 0]
         if room == 0:
@@ -699,9 +758,9 @@ class AsyncRuntime:
         return not any(batch.must_report for batch in self._batches.values() if not batch.lost)
 
     def _release_queued(self) -> None:
-        for batch, messages, _ in self._pool.cancel_queued():
-            for message in messages:
-                self._finished.append((batch, message.msg_id, RELEASE))
+        for item in self._pool.cancel_queued():
+            for message in item.messages:
+                self._finished.append((item.batch, message.msg_id, RELEASE))
 
     def _give_up_running(self) -> None:
         """End the transactions of handlers that run, since their messages are handled elsewhere."""
@@ -713,7 +772,7 @@ class AsyncRuntime:
         """Reject the messages whose handlers run for too long. Without a limit, log those that run for many
         leases, once."""
         for running in list(self._running):
-            message = running.message
+            message = running.messages[0]
             limit, name = self._limit(message)
             seconds = time.monotonic() - running.since
             if seconds <= limit or running.is_logged:
@@ -728,14 +787,15 @@ class AsyncRuntime:
                 )
             elif self._claim(running):  # else it has just returned
                 running.is_over = True
-                batch = running.item.batch
-                self._log.error("%s ran longer than %g s: the message is rejected", where, limit)
-                outcome = self._rejection(message, f"the handler ran longer than {limit:g} s ({name})")
-                self._finished.append((batch, message.msg_id, outcome))
-                _telemetry.note_outcome(message, self.consumer, outcome.action)
+                count = len(running.messages)
+                what = "the message is" if count == 1 else f"the {count} messages of its batch are"
+                self._log.error("%s ran longer than %g s: %s rejected", where, limit, what)
+                for message in running.messages:
+                    outcome = self._rejection(message, f"the handler ran longer than {limit:g} s ({name})")
+                    self._finished.append((running.item.batch, message.msg_id, outcome))
+                    _telemetry.note_outcome(message, self.consumer, outcome.action)
                 self._pool.abandon(running.place)
-                if others := running.others(message):  # their transaction is lost
-                    self._pool.put([Item(batch, others)])
+                self._pool.put(running.others())  # their transaction is lost
 
     def _limit(self, message: Message) -> tuple[float, str | None]:
         """Return after how many seconds the handler of a message runs for too long, and the name of that
@@ -764,7 +824,8 @@ class AsyncRuntime:
                     self._is_ahead = self.min_interval == 0
                 elif took > _SLOW_BATCH:
                     self._is_ahead = False
-                    self._size = min(max(self._size // 2, self.concurrency), self.prefetch)
+                    if not self._takes_batches:
+                        self._size = min(max(self._size // 2, self.concurrency), self.prefetch)
 
     def _is_over(self, unfinished: int) -> bool:
         """Return whether no handler runs any more. After `shutdown_timeout` the messages of those that do are
@@ -793,7 +854,7 @@ class AsyncRuntime:
         return max(0.0, min([_LONGEST_WAIT, *due]))
 
     def _start(self, item: Item) -> Running:
-        running = Running(item, self._pool.place(), item.messages[0])
+        running = Running(item, self._pool.place(), item.messages)
         self._running.add(running)
         return running
 
@@ -809,62 +870,42 @@ class AsyncRuntime:
     def _is_ending(self, running: Running) -> bool:
         return self._pool.is_closing or running not in self._running
 
-    async def _handle(self, item: Item) -> None:
-        """Run the handler of one message, in a thread or a task of the pool."""
-        batch, (message,), _ = item
-        running: Running | None = None
-        # Of a task that the end of the worker cancels; and of a message that others may have by now, as the
-        # database was away for longer than its lease.
-        outcome: MessageOutcome | None = RELEASE
-        try:
-            if batch.lost:
-                outcome = None
-            elif batch.has_expired(self._lease_seconds):
-                self._log_expired(batch)
-            elif (handler := self._handlers.find(message)) is None:
-                outcome = self._unhandled(message)
-            else:
-                running = self._start(item)
-                with _telemetry.handling(message, self.consumer):
-                    returned = await self._middleware.call_async(handler, message)
-                outcome = self._outcome(message, returned)
-        except HandlerOutcome as raised:
-            outcome = self._outcome(message, raised)
-        except (Exception, SystemExit) as error:
-            outcome = self._failed(message, error)
-        except BaseException as error:
-            if running is None or not self._is_ending(running):
-                outcome = self._failed(message, error)
-            raise
-        finally:
-            if running is None or self._claim(running):  # else it was rejected
-                _telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
-                self._finished.append((batch, message.msg_id, outcome))
-                self._wake_if_due()
-
-    async def _handle_together(self, item: Item) -> None:
-        """Run the handlers of messages that share a transaction, in a thread or a task of the pool."""
-        batch, messages, _ = item
-        outcomes: Outcomes = dict.fromkeys([message.msg_id for message in messages], RELEASE)
+    async def _handle(self, item: Item, *more: object) -> None:
+        """Run the handlers of an item, in a thread or a task of the pool."""
+        batch, messages = item.batch, item.messages
+        # Released: of a task that the end of the worker cancels; and of messages that others may have by now,
+        # as the database was away for longer than their lease.
+        outcomes: dict[int, MessageOutcome | None] | None = None
         again: Sequence[Item] = ()
         running: Running | None = None
         try:
             if batch.lost:
-                outcomes = dict.fromkeys(outcomes)
+                outcomes = dict.fromkeys(message.msg_id for message in messages)
+                for message in messages:
+                    _telemetry.note_outcome(message, self.consumer, "lost")
             elif batch.has_expired(self._lease_seconds):
                 self._log_expired(batch)
-            else:
+            elif self.transactional and not more:
                 running = self._start(item)
                 running.since = math.inf  # until it has a connection
                 outcomes, again = await self._transactions.handle(running)
+            elif (handler := self._find(messages[0])) is None:
+                outcomes = {message.msg_id: self._unhandled(message) for message in messages}
+            else:
+                running = self._start(item)
+                with _telemetry.handling(messages, self.consumer):
+                    outcomes = {**await self._call(handler, messages, *more)}
         except BaseException as error:
-            if running is not None and not self._is_ending(running):
-                failed = running.message
-                outcomes = {failed.msg_id: self._failed(failed, error)}
-                again = [Item(batch, others)] if (others := running.others(failed)) else []
-            raise
+            is_of_handler = isinstance(error, (Exception, SystemExit))
+            if running is not None and (is_of_handler or not self._is_ending(running)):
+                outcomes = {**self._outcomes_of_error(running.messages, error)}
+                again = running.others()
+            if not is_of_handler:
+                raise
         finally:
             if running is None or running.is_reporting or self._claim(running):  # else it was rejected
+                if outcomes is None:
+                    outcomes = dict.fromkeys([message.msg_id for message in messages], RELEASE)
                 for message in messages:
                     if (outcome := outcomes.get(message.msg_id)) is not None:
                         _telemetry.note_outcome(message, self.consumer, outcome.action)
@@ -874,6 +915,40 @@ class AsyncRuntime:
                 self._wake_if_due()
                 if again:
                     self._stopper.wake()  # to release them after a stop
+
+    async def _call(
+        self, handler: Registered, messages: Sequence[Message], *more: object
+    ) -> dict[int, MessageOutcome]:
+        """Call the handler of messages, with the hooks around it, and return their outcomes. Raises what the
+        handler or a hook raises."""
+        call = self._middleware.call_async
+        if handler.options.size is None:
+            [message] = messages
+            returned = await call(handler.call, messages, message, *more)
+            return {message.msg_id: self._outcome(message, returned)}
+        returned = await call(self._call_together, messages, handler, messages, *more)
+        if isinstance(returned, Outcomes):
+            ids = {message.msg_id for message in messages}
+            if unknown := returned.keys() - ids:
+                raise PgqueBadArgument(
+                    f"the handler returned outcomes of messages that it did not get: {unknown}"
+                )
+        found: dict[int, MessageOutcome] = {}
+        for message in messages:
+            if (error := failure_in(message, returned)) is not None:
+                found.update(self._outcomes_of_error([message], error))
+            else:
+                found[message.msg_id] = self._outcome(message, returned_for(message, returned))
+        return found
+
+    async def _call_together(self, handler: Registered, messages: Sequence[Message], *more: object) -> object:
+        """Call a batch handler with what its annotation asks for. A message that does not fit fails alone."""
+        given, failed = handler.read(messages)
+        returned = await call_async(handler.call, given, *more) if given else None
+        if failed:
+            rest = {message.msg_id: returned_for(message, returned) for message in messages}
+            return Outcomes({**rest, **failed})
+        return returned
 
     def _wake_if_due(self) -> None:
         if len(self._finished) >= self._wake_at:
@@ -890,8 +965,8 @@ class AsyncRuntime:
                 self._lease_seconds,
             )
 
-    def _find(self, message: Message) -> Callable[..., object] | None:
-        return self._handlers.find(message)
+    def _find(self, message: Message) -> Registered | None:
+        return self._handlers.of(message)
 
     def _after(self, message: Message) -> timedelta | None:
         """Return when a message is redelivered that is rejected; None is as the queue says."""
@@ -909,21 +984,28 @@ class AsyncRuntime:
         success = ARCHIVE if self.archive else ACK
         return success if returned is None else _batches.outcome_of(returned, success, self._after(message))
 
-    def _outcome_of_error(self, message: Message, error: BaseException) -> MessageOutcome:
+    def _outcomes_of_error(
+        self, messages: Sequence[Message], error: BaseException
+    ) -> dict[int, MessageOutcome]:
         if isinstance(error, HandlerOutcome):
-            return self._outcome(message, error)
-        return self._failed(message, error)
-
-    def _failed(self, message: Message, error: BaseException) -> MessageOutcome:
-        source = self._sources.of(message.queue)
-        settings = QueueSettings(message.queue or self.queue) if source is None else source.settings
+            return {message.msg_id: self._outcome(message, error) for message in messages}
+        first = messages[0]
+        source = self._sources.of(first.queue)
+        settings = QueueSettings(first.queue or self.queue) if source is None else source.settings
         is_bad = isinstance(error, PgquePayloadError)
         given_up_for: str | None = None
         if is_bad and self.bad_payload == "dead":
             given_up_for = "a bad payload"
-        elif self._handlers.options(message).retries.gives_up(error):
-            given_up_for = f"this class of errors (handler of {message.type!r})"
-        after = self._after(message)
-        text = settings.failure_text(message, self.consumer, error, after, self._is_shared, given_up_for)
-        self._log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
-        return _batches.failure_outcome(error, after, given_up_for is not None)
+        elif self._handlers.options(first).retries.gives_up(error):
+            given_up_for = f"this class of errors (handler of {first.type!r})"
+        after = self._after(first)
+        text = settings.failure_text(first, self.consumer, error, after, self._is_shared, given_up_for)
+        if len(messages) > 1:
+            text = f"{text} (and so have the other {len(messages) - 1} messages of its batch)"
+        shown = None if is_bad else error  # a traceback might show the payload
+        self._log.warning("%s", text, exc_info=shown)
+        is_dead = given_up_for is not None
+        return {
+            message.msg_id: _batches.failure_outcome(error, self._after(message), is_dead)
+            for message in messages
+        }
