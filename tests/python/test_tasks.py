@@ -427,3 +427,107 @@ def test_what_cannot_be_a_batch_handler_is_refused() -> None:
         worker.batch_handler("t")(lambda: None)
     with pytest.raises(ValueError, match="size"):
         worker.batch_handler("t", size=0)
+
+
+# -- cancelled messages ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("beside", [0, 1])
+def test_the_task_of_a_cancelled_message_is_cancelled_at_the_next_extension(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    caplog: pytest.LogCaptureFixture,
+    transactional: bool,
+    beside: int,
+) -> None:
+    """Also if others of its batch are not."""
+    worker = pgque.AsyncWorker(
+        dsn,
+        queue=pool,
+        consumer="c",
+        visibility_timeout=1,
+        concurrency=1 + beside,
+        transactional=transactional,
+    )
+    began: list[int] = []
+    ended: list[int] = []
+    release = threading.Event()
+
+    @worker.handler("*")
+    async def handle(message: pgque.Message, own: object = None) -> None:
+        began.append(message.msg_id)
+        try:
+            await asyncio.to_thread(release.wait, 20)
+        except asyncio.CancelledError:
+            ended.append(message.msg_id)
+            raise
+
+    first, *others = _send(client, pool, tick, *"ab"[: 1 + beside])
+    with running(worker):
+        wait_until(lambda: len(began) == 1 + beside)
+        assert client.cancel(pool, first) == "processing"
+        wait_until(lambda: ended == [first])
+        release.set()
+        wait_until(lambda: client.list_messages(pool) == [])
+    assert ended == [first] and began.count(first) == 1
+    assert set(others) <= set(began)
+    [line] = [line for line in caplog.messages if "was cancelled while" in line]
+    assert f"message {first}" in line and line.endswith("its task is cancelled")
+
+
+def test_the_thread_of_a_cancelled_message_goes_on_and_its_outcome_does_not_count(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", visibility_timeout=1, concurrency=1)
+    release = threading.Event()
+    seen: list[str | None] = []
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        if message.payload == "cancelled":
+            release.wait(20)
+        seen.append(message.payload)
+        raise RuntimeError("would be a dead letter")
+
+    [sent] = _send(client, pool, tick, "cancelled")
+    with running(worker):
+        wait_until(lambda: [it.status for it in client.list_messages(pool)] == ["processing"])
+        client.cancel(pool, sent)
+        wait_until(lambda: "its thread cannot be cancelled and goes on" in caplog.text)
+        _send(client, pool, tick, "next")
+        wait_until(lambda: seen == ["next"])
+        release.set()
+        wait_until(lambda: seen == ["next", "cancelled"])
+    assert list(_reasons(client, pool)) == ["next"]
+
+
+def test_a_batch_handler_goes_on_for_the_messages_that_were_not_cancelled(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", visibility_timeout=1)
+    calls: list[list[str | None]] = []
+    release = threading.Event()
+
+    @worker.batch_handler("*")
+    def handle(messages: list[pgque.Message]) -> None:
+        calls.append([message.payload for message in messages])
+        release.wait(20)
+
+    [first, _] = _send(client, pool, tick, "a", "b")
+    with running(worker):
+        wait_until(lambda: calls)
+        client.cancel(pool, first)
+        [until] = [it.lease_until for it in client.list_workers(pool)]
+        wait_until(lambda: [it.lease_until for it in client.list_workers(pool)] > [until])
+        release.set()
+        wait_until(lambda: client.list_messages(pool) == [])
+    assert calls == [["a", "b"]]

@@ -124,6 +124,7 @@ class Batch(Generic[M]):
         self.extended_at = received_at
         self.reported_at = received_at
         self.lost = False
+        self.misses_some = False  # others may have ended some of its messages: cancelled them, say
         self.expiry_logged = False
         self._has_released = False  # those could still be acked, with the whole batch
         self._unreported = {message.msg_id for message in messages}
@@ -163,12 +164,14 @@ class Batch(Generic[M]):
         """Take note of how many messages an extension found to be leased.
 
         None is left also where all outcomes were reported meanwhile, in another thread. So the batch is lost
-        only if messages have no outcome: what is reported too late is refused by the server.
+        only if messages have no outcome: what is reported too late is refused by the server. And for the same
+        reason it is to be asked which messages are missing.
         """
         self.extended_at = now
+        self.misses_some |= (held or 0) < len(self._unreported)
         if not held and self.unfinished > 0 and not self.lost:
             self.lost = True
-            log.warning("batch %s is lost: its lease expired", self.batch_id)
+            log.warning("batch %s is lost: its lease expired, or it was cancelled", self.batch_id)
 
     def record(self, msg_ids: Iterable[int], outcome: MessageOutcome) -> None:
         """Record the outcome of messages, to be reported."""

@@ -48,7 +48,7 @@ from ._stopper import GRACE, Stopper, HandlerInterrupted
 from ._tasks import P, T, Task
 from ._transactional import Transactions
 from .client import PgqueClient
-from .errors import PgqueBadArgument, PgqueError, PgquePayloadError, one_line
+from .errors import PgqueBadArgument, PgqueError, PgqueMessageNotFound, PgquePayloadError, one_line
 from .outcomes import HandlerOutcome, Outcomes, retry_interval
 from .types import Event, Message, Payload, Seconds
 
@@ -617,6 +617,9 @@ class Runtime:
         self._collect()
         for batch in list(self._batches.values()):
             extend_if_due(client, batch, self._lease_seconds, _OVERDUE)
+            if batch.misses_some:
+                batch.misses_some = False
+                self._end_cancelled(client, batch)
         now = time.monotonic()
         unfinished = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
         to_report = [
@@ -709,7 +712,9 @@ class Runtime:
 
     def _forget_finished(self) -> None:
         self._batches = {
-            key: batch for key, batch in self._batches.items() if not (batch.is_finished or batch.lost)
+            key: batch
+            for key, batch in self._batches.items()
+            if batch.misses_some or not (batch.is_finished or batch.lost)
         }
 
     def _rest(self, client: PgqueClient, unfinished: int, room: int) -> None:
@@ -787,16 +792,45 @@ class Runtime:
                     seconds,
                 )
             elif self._claim(running):  # else it has just returned
-                running.is_over = True
                 count = len(running.messages)
                 what = "the message is" if count == 1 else f"the {count} messages of its batch are"
                 self._log.error("%s ran longer than %g s: %s rejected", where, limit, what)
-                for message in running.messages:
-                    outcome = self._rejection(message, f"the handler ran longer than {limit:g} s ({name})")
-                    self._finished.append((running.item.batch, message.msg_id, outcome))
-                    _telemetry.note_outcome(message, self.consumer, outcome.action)
-                self._pool.abandon(running.place)
-                self._pool.put(running.others())  # their transaction is lost
+                reason = f"the handler ran longer than {limit:g} s ({name})"
+                self._leave(running, [self._rejection(each, reason) for each in running.messages])
+
+    def _end_cancelled(self, client: PgqueClient, batch: Batch[Message]) -> None:
+        """End the handlers of messages that were cancelled. The call of a batch handler goes on, for its
+        other messages."""
+        for running in [each for each in self._running if each.item.batch is batch]:
+            message = running.messages[0]
+            if running.item.together or self._has_message(client, message) or not self._claim(running):
+                continue
+            self._log.warning(
+                "message %s, type %r, queue %s was cancelled while its handler runs: %s",
+                message.msg_id,
+                message.type,
+                message.queue,
+                self._pool.abandoned,
+            )
+            self._leave(running, [None])
+
+    def _has_message(self, client: PgqueClient, message: Message) -> bool:
+        """Return whether a message is still to be handled, by this worker or by another one."""
+        try:
+            found = client.message_status(message.queue or self.queue, message.msg_id)
+        except PgqueMessageNotFound:
+            return False
+        return any(status.consumer_name == self.consumer for status in found)
+
+    def _leave(self, running: Running, outcomes: Sequence[MessageOutcome | None]) -> None:
+        """Give the messages of a handler that runs outcomes, None is none that counts, and have the next item
+        take its place."""
+        running.is_over = True
+        for message, outcome in zip(running.messages, outcomes, strict=True):
+            self._finished.append((running.item.batch, message.msg_id, outcome))
+            _telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
+        self._pool.abandon(running.place)
+        self._pool.put(running.others())  # their transaction is lost
 
     def _limit(self, message: Message) -> tuple[float, str | None]:
         """Return after how many seconds the handler of a message runs for too long, and the name of that
@@ -876,7 +910,7 @@ class Runtime:
         batch, messages = item.batch, item.messages
         # Released: of a task that the end of the worker cancels; and of messages that others may have by now,
         # as the database was away for longer than their lease.
-        outcomes: dict[int, MessageOutcome | None] | None = None
+        outcomes: Mapping[int, MessageOutcome | None] | None = None
         again: Sequence[Item] = ()
         running: Running | None = None
         try:
@@ -890,16 +924,16 @@ class Runtime:
                 running = self._start(item)
                 running.since = math.inf  # until it has a connection
                 outcomes, again = self._transactions.handle(running)
-            elif (handler := self._find(messages[0])) is None:
+            elif (handler := self._handlers.of(messages[0])) is None:
                 outcomes = {message.msg_id: self._unhandled(message) for message in messages}
             else:
                 running = self._start(item)
                 with _telemetry.handling(messages, self.consumer):
-                    outcomes = {**self._call(handler, messages, *more)}
+                    outcomes = self._call(handler, messages, *more)
         except BaseException as error:
             is_of_handler = isinstance(error, (Exception, SystemExit))
             if running is not None and (is_of_handler or not self._is_ending(running)):
-                outcomes = {**self._outcomes_of_error(running.messages, error)}
+                outcomes = self._outcomes_of_error(running.messages, error)
                 again = running.others()
             if not is_of_handler:
                 raise
@@ -908,26 +942,27 @@ class Runtime:
                 if outcomes is None:
                     outcomes = dict.fromkeys([message.msg_id for message in messages], RELEASE)
                 for message in messages:
-                    if (outcome := outcomes.get(message.msg_id)) is not None:
-                        _telemetry.note_outcome(message, self.consumer, outcome.action)
-                self._pool.put(again)
-                for msg_id, outcome in outcomes.items():
-                    self._finished.append((batch, msg_id, outcome))
-                self._wake_if_due()
+                    if (msg_id := message.msg_id) in outcomes:
+                        outcome = outcomes[msg_id]
+                        if outcome is not None:
+                            _telemetry.note_outcome(message, self.consumer, outcome.action)
+                        self._finished.append((batch, msg_id, outcome))
                 if again:
+                    self._pool.put(again)
                     self._stopper.wake()  # to release them after a stop
+                self._wake_if_due()
 
     def _call(
         self, handler: Registered, messages: Sequence[Message], *more: object
     ) -> dict[int, MessageOutcome]:
         """Call the handler of messages, with the hooks around it, and return their outcomes. Raises what the
         handler or a hook raises."""
-        call = self._middleware.call
         if handler.options.size is None:
-            [message] = messages
-            returned = call(handler.call, messages, message, *more)
+            message = messages[0]
+            returned = self._middleware.call(handler.call, messages, message, *more)
             return {message.msg_id: self._outcome(message, returned)}
-        returned = call(self._call_together, messages, handler, messages, *more)
+        call = self._call_together
+        returned = self._middleware.call(call, messages, handler, messages, *more)
         if isinstance(returned, Outcomes):
             ids = {message.msg_id for message in messages}
             if unknown := returned.keys() - ids:
