@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import psycopg
 import pytest
 
 import pgque
+from pgque import testing
 from support import threads
 
 Tick = Callable[[str], int | None]
@@ -531,3 +533,81 @@ def test_a_batch_handler_goes_on_for_the_messages_that_were_not_cancelled(
         release.set()
         wait_until(lambda: client.list_messages(pool) == [])
     assert calls == [["a", "b"]]
+
+
+# -- without a server ------------------------------------------------------------
+
+
+def test_a_handler_is_called_without_a_server_and_its_outcome_is_that_of_its_worker() -> None:
+    worker = pgque.Worker(queue="q", consumer="c", archive=True)
+    seen: list[object] = []
+    worker.before(lambda message: seen.append(message.headers))
+
+    @worker.handler("order", retry_on=OSError, backoff=(1, 10))
+    def order(message: pgque.Message[Order]) -> object:
+        seen.append((message.value, message.type, message.key))
+        if message.value.id == 0:
+            raise ConnectionError("away")
+        if message.value.id == 1:
+            raise ValueError("wrong")
+        return pgque.Retry(reason="later") if message.value.id == 2 else None
+
+    def call(payload: object, **options: Any) -> tuple[str, object, object]:
+        outcome = testing.call(order, payload, worker=worker, **options)
+        return outcome.action, outcome.retry_after, outcome.reason
+
+    assert call(Order(3), key="k", headers={"h": [1]}) == ("archive", None, None)
+    assert seen == [{"h": [1]}, (Order(3), "order", "k")]
+    assert call({"id": 0}) == ("nack", timedelta(seconds=1), "ConnectionError: away")
+    assert call({"id": 0}, retry_count=7) == ("nack", timedelta(seconds=10), "ConnectionError: away")
+    assert call({"id": 1}) == ("dead", None, "ValueError: wrong")
+    assert call({"id": 2}) == ("nack", timedelta(seconds=1), "later")
+    action, _, reason = call("not JSON")
+    assert action == "dead" and "does not fit Order" in str(reason)
+
+
+def test_tasks_coroutine_functions_and_plain_functions_are_called_without_a_server() -> None:
+    worker = pgque.AsyncWorker(queue="q", consumer="c")
+
+    @worker.task("t", dead_on=ValueError)
+    async def task(order: Order) -> None:
+        await asyncio.sleep(0)
+        raise ValueError(order.id)
+
+    assert testing.call(task, Order(7)).reason == "ValueError: 7"
+
+    async def inside() -> str:
+        return (await testing.call_async(task, {"id": 8})).action
+
+    assert asyncio.run(inside()) == "dead"
+
+    def plain(message: pgque.Message) -> object:
+        return pgque.Release if message.payload_bytes == b"\0" else None
+
+    assert testing.call(plain, b"\0").action == "release"
+    assert testing.call(plain, "text").action == "ack"
+
+
+def test_a_batch_handler_is_called_without_a_server() -> None:
+    worker = pgque.Consumer(queue="q", consumer="c", transactional=True)
+
+    @worker.batch_handler("t")
+    def store(messages: list[pgque.Message[Order]], conn: Any) -> pgque.Outcomes:
+        conn.extend(message.value.id for message in messages)
+        return pgque.Outcomes({messages[-1].msg_id: pgque.Dead("last")})
+
+    written: list[int] = []
+    outcomes = testing.call(store, payloads=[Order(1), {}, Order(2)], worker=worker, conn=written)
+    assert [outcome.action for outcome in outcomes] == ["ack", "dead", "dead"]
+    assert outcomes[2].reason == "last" and written == [1, 2]
+    call: Any = testing.call
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("needs conn", {"payloads": [1]}),
+        ("pass payloads", {"payload": 1, "conn": written}),
+        ("goes to", {"payloads": [1], "conn": written, "type": "other"}),
+    ]
+    for wrong, options in cases:
+        with pytest.raises(pgque.PgqueBadArgument, match=wrong):
+            call(store, worker=worker, **options)
+    with pytest.raises(pgque.PgqueBadArgument, match="no handler"):
+        testing.call(print, 1, worker=worker, conn=written)

@@ -339,7 +339,7 @@ class AsyncRuntime:
             )
         to = own_queue(self.queues, queue, "a task")
         options = _options(retry_on, dead_on, backoff, timeout)
-        return self._handlers.register(type, lambda handler: Task(handler, type, to, self.encoder), options)
+        return self._handlers.register(type, lambda handler: Task(handler, type, to, self), options)
 
     def every(
         self,
@@ -805,7 +805,7 @@ class AsyncRuntime:
             if running.item.together or await self._has_message(client, message) or not self._claim(running):
                 continue
             self._log.warning(
-                "message %s, type %r, queue %s was cancelled while its handler runs: %s",
+                "message %s, type %r, queue %s was cancelled, or ended by another worker: %s",
                 message.msg_id,
                 message.type,
                 message.queue,
@@ -815,8 +815,11 @@ class AsyncRuntime:
 
     async def _has_message(self, client: AsyncPgqueClient, message: Message) -> bool:
         """Return whether a message is still to be handled, by this worker or by another one."""
+        source = self._sources.of(message.queue)
+        if source is None:
+            return True  # its queue was renamed a moment ago
         try:
-            found = await client.message_status(message.queue or self.queue, message.msg_id)
+            found = await client.message_status(source.queue, message.msg_id)
         except PgqueMessageNotFound:
             return False
         return any(status.consumer_name == self.consumer for status in found)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ._json import Encoder
+    from ._runtime import Runtime
+    from ._runtime_async import AsyncRuntime
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -61,10 +63,12 @@ class Task(Generic[T, P, R]):
 
     __qualname__: str
 
-    def __init__(self, handler: Callable[P, R], type: str, queue: str, encoder: Encoder | None) -> None:
+    def __init__(
+        self, handler: Callable[P, R], type: str, queue: str, worker: Runtime | AsyncRuntime
+    ) -> None:
         functools.update_wrapper(self, handler)
         self._handler = handler
-        self._encoder = encoder
+        self._worker = worker
         self.type = type
         self.queue = queue
 
@@ -116,7 +120,7 @@ class Task(Generic[T, P, R]):
                 f"{self.__qualname__} sends messages of type {self.type!r} to queue {self.queue} only",
                 hint="Use pgque.send for other messages.",
             )
-        return {**options, "encoder": options.get("encoder") or self._encoder}
+        return {**options, "encoder": options.get("encoder") or self._worker.encoder}
 
     def _all_checked(self, payloads: Iterable[T]) -> Iterable[T]:
         # Whatever is no list is left to `send_batch`, which refuses a single payload.
