@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import pgque
-from pgque import monitoring
-from pgque.install import sql_text
+from pgque.ops import monitoring
+from pgque.ops.install import sql_text
 
 ROOT = Path(__file__).resolve().parents[2]
 THROUGH = "pgque-0.8.0.sql.xz"
@@ -30,9 +30,9 @@ def test_the_packaged_sql_is_the_installable_file() -> None:
 
 
 def test_the_sql_files_are_relative_links_in_the_repository() -> None:
-    folder = ROOT / "python" / "src" / "pgque"
-    assert str((folder / "pgque.sql").readlink()) == "../../../sql/pgque.sql"
-    assert str((folder / THROUGH).readlink()) == f"../../../tests/sql/previous/{THROUGH}"
+    folder = ROOT / "python" / "src" / "pgque" / "ops"
+    assert str((folder / "pgque.sql").readlink()) == "../../../../sql/pgque.sql"
+    assert str((folder / THROUGH).readlink()) == f"../../../../tests/sql/previous/{THROUGH}"
 
 
 def test_the_sql_and_the_package_have_one_version() -> None:
@@ -57,11 +57,11 @@ def test_importing_the_package_loads_neither_the_command_nor_the_server_launcher
         "rich",
         "pgque.cli",
         "pgque.demo",
-        "pgque.embedded",
+        "pgque.ops.embedded",
         "multiprocessing",
         "pgque.asgi",
         "django",
-        "pgque.exporter",
+        "pgque.ops.exporter",
         "prometheus_client",
         "opentelemetry",
         "pgque.top",
@@ -125,10 +125,10 @@ def test_no_module_imports_one_that_imports_it_wherever_the_import_stands() -> N
         name: _imported(name, path.read_text(), set(modules), is_package=path.name == "__init__.py")
         for name, path in modules.items()
     }
-    assert {"pgque.consumer", "pgque.demo.servers", "pgque.spark.source"} <= imports.keys()
-    assert "pgque.client" in imports["pgque.consumer"]
-    assert "pgque._processes" in imports["pgque._concurrency"]  # in a function
-    assert "pgque.demo" in imports["pgque.cli"]
+    assert {"pgque.twins.consumer", "pgque.demo.servers", "pgque.spark.source"} <= imports.keys()
+    assert "pgque.twins.client" in imports["pgque.twins.consumer"]
+    assert "pgque.runtime.processes" in imports["pgque.runtime.concurrency"]  # in a function
+    assert "pgque.demo" in imports["pgque.cli.program"]
     assert _import_cycle(imports) == []
 
 
@@ -172,10 +172,11 @@ def test_a_built_wheel_holds_the_sql_itself(way: str, tmp_path: Path) -> None:
     _done("pip", "wheel", "-q", "--no-deps", "-w", tmp_path, source)
     [wheel] = tmp_path.glob("pgque-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert archive.read("pgque/pgque.sql") == (ROOT / "sql" / "pgque.sql").read_bytes()
+        assert archive.read("pgque/ops/pgque.sql") == (ROOT / "sql" / "pgque.sql").read_bytes()
         assert (
-            archive.read(f"pgque/{THROUGH}") == (ROOT / "tests" / "sql" / "previous" / THROUGH).read_bytes()
+            archive.read(f"pgque/ops/{THROUGH}")
+            == (ROOT / "tests" / "sql" / "previous" / THROUGH).read_bytes()
         )
         assert "pgque/py.typed" in archive.namelist()
         for name in ("figures.sql", *monitoring.FILES):
-            assert archive.read(f"pgque/monitoring/{name}").decode() == monitoring.text(name)
+            assert archive.read(f"pgque/ops/monitoring/{name}").decode() == monitoring.text(name)

@@ -35,19 +35,20 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from . import _encode, embedded
-from ._batches import Batch, Item, MessageOutcome
-from ._concurrency import TaskPool, ThreadPool
-from ._decode import parse_json
-from ._runtime import Runtime
-from ._runtime_async import AsyncRuntime
-from ._tasks import Task
-from .client import PgqueClient
+from .codec import encode as _encode
+from .codec.decode import parse_json
 from .errors import PgqueBadArgument
-from .install import install
+from .ops import embedded
+from .ops.install import install
+from .runtime.batches import Batch, Item, MessageOutcome
+from .runtime.concurrency import TaskPool, ThreadPool
+from .runtime.runtime import AsyncRuntime
+from .runtime.tasks import Task
+from .runtime.workers import AsyncWorker
+from .twins.client import PgqueClient
+from .twins.runtime import Runtime
+from .twins.workers import Worker
 from .types import ArchivedMessage, DeadLetter, Event, Message, Payload, QueuedMessage
-from .workers import Worker
-from .workers_async import AsyncWorker
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
