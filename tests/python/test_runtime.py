@@ -246,14 +246,15 @@ _OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
-        (pgque.Worker, {"visibility_timeout": 1, "worker": "w"}),
-        (pgque.Consumer, {"subconsumer": "s", "dead_interval": 1}),
+        (pgque.Worker, {"visibility_timeout": 1}),
+        (pgque.Consumer, {"dead_interval": 1}),
     ],
 )
 def test_the_copy_that_a_process_or_a_test_gets_has_all_settings(kind: Kind, own: dict[str, Any]) -> None:
     parameters = inspect.signature(kind).parameters.values()
     names = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
     where_it_runs = {"queue", "name", "use", "concurrency", "max_messages", "liveness_file"}
+    where_it_runs |= {"worker", "subconsumer"}
     assert names - where_it_runs == _OPTIONS.keys() | own.keys()
     copy: Any = kind(**kind(**_OPTIONS, **own)._settings())
     assert {name: getattr(copy, name) for name in names - where_it_runs} == {**_OPTIONS, **own}
