@@ -54,6 +54,9 @@ _LEFT_OPEN = (
     " leave the with block of a COPY"
 )
 
+# Class of the SQLSTATEs of a transaction that may succeed when it is run again: a conflict with another one.
+_CONFLICT = "40"
+
 _LOST = "the connection was lost again while this message was handled"
 
 # Outcomes by message: None is one that needs no report.
@@ -150,6 +153,8 @@ class AsyncTransactions:
                 error = fault if isinstance(fault, PgqueError) else from_psycopg(fault)
                 self._log(f"the transaction of handlers failed, trying again: {one_line(error)}")
                 if begun:
+                    if (error.sqlstate or "").startswith(_CONFLICT):  # at REPEATABLE READ, say: not its fault
+                        return {}, [item]
                     undone = self._redo(item, (), described(fault))
                     return undone.outcomes, undone.again
             finally:
@@ -195,6 +200,8 @@ class AsyncTransactions:
         async with client.conn.transaction():
             check = await _constraint_check(client)
             for of_call in running.item.calls():
+                if running.is_over:  # a handler ran for too long: the others are handled elsewhere
+                    raise _Redo({}, ())
                 if begun and self._owner._stopper.is_set():
                     outcomes.update((message.msg_id, RELEASE) for message in of_call)
                     continue

@@ -539,6 +539,8 @@ class Runtime:
         self._collect()
         remaining = [batch for batch in self._batches.values() if batch.has_outcomes and not batch.lost]
         self._batches.clear()
+        for source in self._sources:
+            source.batch = None  # of a consumer, which receives it again if it is run again
         if remaining:
             stopper = Stopper()
             stopper.set()
@@ -674,8 +676,10 @@ class Runtime:
             self._watches[source].reset()
             min_interval = 0 if self._until_idle else self.min_interval
             source.due_at = next_receive_at(now, min_interval, received, count)
-            batch = self._batches[received[0].batch_id] = self._batch(source, received, now)
+            batch = self._batch(source, received, now)
             extend_if_due(client, batch, self._lease_seconds)  # the call waited for a lock
+            # Not before: if the connection is lost, the lease of what no handler gets has to expire.
+            self._batches[batch.batch_id] = batch
             if left is not None:
                 batch.record(batch.open_messages(), left)
             elif self._stopper.is_set():  # while it was received
