@@ -25,7 +25,7 @@ from conftest import Role
 from faults.clusters import programs_of, started
 from pgque import embedded
 from pgque.cli import main
-from pgque.ticker import run_ticker
+from pgque.ops.ticker import run_ticker
 from support import pgbouncer, servers, threads
 from support.pages import Browser, text
 from support.servers import TestServer
@@ -49,9 +49,7 @@ class Place:
     role: Role  # with the password that is valid now
     happens: Callable[[], AbstractContextManager[object]] = nullcontext
     logs: frozenset[str] = frozenset()  # words of warnings that belong to it
-    has_conflicts: bool = (
-        False  # whether transactions of handlers fail with 40001, and are retried a minute later
-    )
+    has_conflicts: bool = False  # whether statements of handlers may fail with 40001, which is theirs
     tell: Callable[[Callable[[], object], str], None] = field(default=lambda condition, what: None)
 
 

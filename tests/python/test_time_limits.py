@@ -18,7 +18,9 @@ from prometheus_client import CollectorRegistry
 from psycopg.conninfo import make_conninfo
 
 import pgque
-from pgque import _liveness, _runtime, _runtime_async
+from pgque.runtime import liveness as _liveness
+from pgque.runtime import runtime as _runtime_async
+from pgque.twins import runtime as _runtime
 from support import threads
 from support.processes import ended
 
@@ -181,10 +183,11 @@ def test_a_handler_that_blocks_the_event_loop_is_named(
     worker = made(dsn, queue=pool, consumer="c", **lease)
     seen: list[int | None] = []
 
-    @worker.handler("*")
     async def blocks(message: pgque.Message) -> None:
         seen.append(message.receive_count)
         release.wait(30)
+
+    worker.handler("*")(blocks)
 
     _send(client, pool, tick, "a")
     with (
