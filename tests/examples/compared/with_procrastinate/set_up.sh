@@ -1,0 +1,1 @@
+procrastinate --app=send.app schema --apply
