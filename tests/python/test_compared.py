@@ -156,7 +156,10 @@ class Running:
 
 @pytest.fixture(scope="module", params=LIBRARIES)
 def running(
-    request: pytest.FixtureRequest, server: TestServer, installed: str, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    server: TestServer,
+    installed: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Running]:
     """The workers of a library, all running, and what they are to do has been sent."""
     library, names = request.param, {}

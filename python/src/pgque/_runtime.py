@@ -52,7 +52,7 @@ from .types import Event, Message, Payload, Seconds
 
 # Their first parameter is a Message, a Message[Model] or a Model.
 Handler: TypeAlias = Callable[[Any], object]
-TransactionalHandler: TypeAlias = Callable[[Any, Connection[object]], object]
+TransactionalHandler: TypeAlias = Callable[[Any, Connection[Any]], object]
 BeforeHook = TypeVar("BeforeHook", bound=Callable[[Message], object])
 AfterHook = TypeVar("AfterHook", bound=Callable[[Message, object], object])
 ErrorHook = TypeVar("ErrorHook", bound=Callable[[Message, BaseException], object])

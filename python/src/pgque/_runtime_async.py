@@ -51,7 +51,7 @@ from .types import Event, Message, Payload, Seconds
 
 # Their first parameter is a Message, a Message[Model] or a Model.
 AsyncHandler: TypeAlias = Callable[[Any], Awaitable[object]]
-AsyncTransactionalHandler: TypeAlias = Callable[[Any, AsyncConnection[object]], Awaitable[object]]
+AsyncTransactionalHandler: TypeAlias = Callable[[Any, AsyncConnection[Any]], Awaitable[object]]
 BeforeHook = TypeVar("BeforeHook", bound=Callable[[Message], object])
 AfterHook = TypeVar("AfterHook", bound=Callable[[Message, object], object])
 ErrorHook = TypeVar("ErrorHook", bound=Callable[[Message, BaseException], object])

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -153,7 +153,7 @@ class PgqueClient:
     @contextmanager
     def from_pool(
         cls,
-        pool: ConnectionPool[Connection[T]],
+        pool: ConnectionPool[Any],
         *,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
@@ -167,7 +167,7 @@ class PgqueClient:
             yield cls(conn, encoder=encoder, decoder=decoder)
 
     @property
-    def conn(self) -> Connection[object]:
+    def conn(self) -> Connection[Any]:
         """Return the psycopg connection, for your own statements, `commit()`, `rollback()` and
         `transaction()`."""
         return self._conn

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -152,7 +152,7 @@ class AsyncPgqueClient:
     @asynccontextmanager
     async def from_pool(
         cls,
-        pool: AsyncConnectionPool[AsyncConnection[T]],
+        pool: AsyncConnectionPool[Any],
         *,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
@@ -166,7 +166,7 @@ class AsyncPgqueClient:
             yield cls(conn, encoder=encoder, decoder=decoder)
 
     @property
-    def conn(self) -> AsyncConnection[object]:
+    def conn(self) -> AsyncConnection[Any]:
         """Return the psycopg connection, for your own statements, `commit()`, `rollback()` and
         `transaction()`."""
         return self._conn

@@ -34,9 +34,7 @@ async def confirm(order: int) -> None:
     await _run("update orders set confirmed = true where id = %s returning id", [order])
 
 
-async def store(
-    clicks: Iterable[dict[str, Any]], conn: psycopg.AsyncConnection[Any] | None = None
-) -> None:
+async def store(clicks: Iterable[dict[str, Any]], conn: psycopg.AsyncConnection[Any] | None = None) -> None:
     """Store clicks in one transaction: the caller's, or one of its own."""
     if conn is None:
         async with await psycopg.AsyncConnection.connect() as conn:
