@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psycopg
 import pytest
 
@@ -239,9 +238,7 @@ def test_messages_are_stored_in_batches_and_once(running: Running) -> None:
 
 
 def test_an_application_takes_an_order_and_its_worker_confirms_it(running: Running) -> None:
-    order = urllib.request.Request(f"{running.url('web')}/orders/7", method="POST")
-    with urllib.request.urlopen(order) as answer:
-        assert answer.status == 200
+    order = f"{running.url('web')}/orders/7"
+    assert httpx2.post(order).status_code == 200
     running.wait("web", "select id from orders where confirmed", [7])
-    with pytest.raises(urllib.error.HTTPError, match="500"):
-        urllib.request.urlopen(order)
+    assert httpx2.post(order).status_code == 500

@@ -53,6 +53,7 @@ END
 parses()  { "$bin/python" -c 'import pathlib, pglast; print(len(pglast.parse_sql(pathlib.Path("sql/pgque.sql").read_text())))'; }
 sync()    { "$bin/python" python/tools/make_sync.py --check; }
 options() { "$bin/python" python/tools/spark_options.py --check; }
+counted() { "$bin/python" python/tools/compared.py --check; }
 plpgsql() { "$bin/python" -m support.lint_plpgsql; }
 pgspot()  { # told first that the schema is ours: the file creates it inside a DO block, which pgspot does not see
   { echo 'create schema pgque;'; cat sql/pgque.sql; } \
@@ -79,6 +80,7 @@ step "sql/message.svg is current (make picture)" generated picture sql/message.s
 step "sql/positions.svg is current (make picture)" generated picture sql/positions.svg support.picture positions
 step "sync Python is generated from async" sync
 step "python/SPARK.md has the options" options
+step "comparison.md counts the programs, and none is longer with pgque" counted
 step "codespell, proselint" "$bin/python" -m support.proofread
 step "ruff check" "$bin/ruff" check --quiet python tests
 step "ruff format" "$bin/ruff" format --check --quiet --exclude '*.md' --exclude client.py --exclude consumer.py python tests

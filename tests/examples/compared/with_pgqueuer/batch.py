@@ -8,7 +8,6 @@ Run it: pgq run batch:main --batch-size 1000
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import asyncpg
@@ -28,13 +27,13 @@ async def flush() -> None:
 
 
 @asynccontextmanager
-async def main() -> AsyncIterator[PgQueuer]:
+async def main():
     pgq = PgQueuer.from_asyncpg_connection(await asyncpg.connect())
 
     @pgq.entrypoint("click")
     async def click(job: Job) -> None:
         global flushing
-        waiting.append(json.loads(job.payload or b""))
+        waiting.append(json.loads(job.payload))
         flushing = flushing or asyncio.create_task(flush())
         await asyncio.shield(flushing)
 

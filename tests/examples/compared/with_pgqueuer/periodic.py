@@ -4,7 +4,6 @@ Before: sh set_up.sh
 Run it: pgq run periodic:main
 """
 
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import asyncpg
@@ -14,7 +13,7 @@ from pgqueuer.models import Schedule
 
 
 @asynccontextmanager
-async def main() -> AsyncIterator[PgQueuer]:
+async def main():
     pgq = PgQueuer.from_asyncpg_connection(await asyncpg.connect())
 
     @pgq.schedule("report", "* * * * * *")

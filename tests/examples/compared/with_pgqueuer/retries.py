@@ -7,7 +7,6 @@ Run it: pgq run retries:main
 """
 
 import json
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 
@@ -19,13 +18,13 @@ from pgqueuer.models import Job
 
 
 @asynccontextmanager
-async def main() -> AsyncIterator[PgQueuer]:
+async def main():
     pgq = PgQueuer.from_asyncpg_connection(await asyncpg.connect())
 
     @pgq.entrypoint("charge", on_failure="hold")
     async def charge(job: Job) -> None:
         try:
-            await shop.charge(**json.loads(job.payload or b""))
+            await shop.charge(**json.loads(job.payload))
         except ConnectionError as error:
             if job.attempts >= 4:
                 raise

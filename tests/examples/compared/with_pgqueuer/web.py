@@ -6,7 +6,6 @@ Run it: uvicorn web:app
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import asyncpg
@@ -19,13 +18,13 @@ from pgqueuer.queries import Queries
 
 
 @asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, object]]:
+async def lifespan(app: FastAPI):
     async with asyncpg.create_pool() as pool:
         pgq = PgQueuer.from_asyncpg_pool(pool)
 
         @pgq.entrypoint("confirm")
         async def confirm(job: Job) -> None:
-            await shop.confirm(**json.loads(job.payload or b""))
+            await shop.confirm(**json.loads(job.payload))
 
         worker = asyncio.create_task(pgq.run())
         yield {"pool": pool}

@@ -10,9 +10,7 @@ import psycopg
 from procrastinate import App, PsycopgConnector
 
 app = App(connector=PsycopgConnector())
-
-if __name__ == "__main__":
-    order = int(sys.argv[1])
-    with app.open(), psycopg.connect() as conn:
-        conn.execute("insert into orders (id) values (%s)", [order])
-        app.configure_task("web.confirm", connection=conn).defer(order=order)
+order = int(sys.argv[1])
+with app.open(), psycopg.connect() as conn:
+    conn.execute("insert into orders (id) values (%s)", [order])
+    app.configure_task("web.confirm", connection=conn).defer(order=order)

@@ -1,1 +1,1 @@
-procrastinate --app=send.app schema --apply
+procrastinate --app=retries.app schema --apply

@@ -5,7 +5,6 @@ Run it: uvicorn web:app
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import shop
@@ -23,7 +22,7 @@ async def confirm(order: int) -> None:
 
 
 @asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def lifespan(app: FastAPI):
     async with pool, tasks.open_async(pool):
         worker = asyncio.create_task(tasks.run_worker_async(install_signal_handlers=False))
         yield
