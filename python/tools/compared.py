@@ -17,13 +17,14 @@ PYTHON = Path(__file__).resolve().parent.parent
 PAGE = PYTHON / "docs" / "comparison.md"
 PROGRAMS = PYTHON.parent / "tests" / "examples" / "compared"
 TABLE = re.compile(r"(?<=\| program \|).*?(?=\n\n)", re.DOTALL)
+LINK = "../../tests/examples/compared/with_pgque"
 LIBRARIES = ("pgque", "procrastinate", "pgqueuer")
 TITLES = {
     "send": "send in a transaction",
-    "retries": "a worker with retries and dead letters",
-    "periodic": "a periodic task",
-    "batch": "a consumer of batches",
-    "web": "a worker in FastAPI",
+    "retries": "retries and dead letters",
+    "periodic": "periodic task",
+    "batch": "batches",
+    "web": "FastAPI",
 }
 
 
@@ -52,7 +53,10 @@ def count() -> dict[str, list[int]]:
 def markdown(counts: dict[str, list[int]]) -> str:
     """Return the table, without its first cell."""
     rows = [f" {' | '.join(LIBRARIES)} |", "|---|" + "---|" * len(LIBRARIES)]
-    rows += [f"| {TITLES[program]} | {' | '.join(map(str, each))} |" for program, each in counts.items()]
+    rows += [
+        f"| [{TITLES[program]}]({LINK}/{program}.py) | {' | '.join(map(str, each))} |"
+        for program, each in counts.items()
+    ]
     return "\n".join(rows)
 
 
