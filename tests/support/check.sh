@@ -34,7 +34,7 @@ generated() { # KIND FILE MODULE...: what make KIND would write
   diff -u "$2" "$tmp/new" > "$tmp/diff" && return
   head -n 60 "$tmp/diff"; echo "run: make $1"; return 1
 }
-# Programs of users: the Python blocks of each of these pages, and typed_program.py
+# Programs of users: the Python blocks of each of these pages, typed_program.py, and those that are compared
 pages=(README.md python/README.md python/docs/{tutorial,payloads,exactly-once,fan-out}.md)
 users() { # COMMAND...: check these programs; each page is one, without its block for Spark
   rm -rf "$tmp/users" && mkdir "$tmp/users" || return
@@ -48,7 +48,7 @@ for page in sys.argv[2:]:
     (folder / f"{name}.py").write_text("\n".join(code for code in blocks if "spark" not in code))
 END
   echo '{"typeCheckingMode": "strict"}' > "$tmp/users/pyrightconfig.json"
-  cp "$here/typed_program.py" "$tmp/users" && "$@" "$tmp/users"
+  cp "$here/typed_program.py" tests/examples/compared/{shop,with_pgque/*}.py "$tmp/users" && "$@" "$tmp/users"
 }
 parses()  { "$bin/python" -c 'import pathlib, pglast; print(len(pglast.parse_sql(pathlib.Path("sql/pgque.sql").read_text())))'; }
 sync()    { "$bin/python" python/tools/make_sync.py --check; }

@@ -46,4 +46,4 @@ async def store(clicks: Iterable[dict[str, Any]], conn: psycopg.AsyncConnection[
 
 async def _run(statement: str, parameters: list[Any]) -> list[Any]:
     async with await psycopg.AsyncConnection.connect() as conn:
-        return await (await conn.execute(statement, parameters)).fetchall()
+        return await (await conn.execute(statement.encode(), parameters)).fetchall()
