@@ -8,6 +8,7 @@ import psycopg
 SET_UP = """
 create table orders (id int primary key deferrable initially deferred, confirmed bool not null default false);
 create table offline (id int, times int);
+create table attempts (id int);
 create table charges (id int, amount int);
 create table reports (written timestamptz);
 create table clicks (id int, page text, stored_in xid8 default pg_current_xact_id());
@@ -16,6 +17,7 @@ create table clicks (id int, page text, stored_in xid8 default pg_current_xact_i
 
 async def charge(id: int, amount: int) -> None:
     """Charge a customer. ConnectionError as often as the table `offline` says; ValueError if below zero."""
+    await _run("insert into attempts (id) values (%s) returning id", [id])
     if amount < 0:
         raise ValueError("a negative amount")
     offline = "update offline set times = times - 1 where id = %s and times > 0 returning id"
