@@ -29,11 +29,11 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from . import embedded
-from ._runtime import Runtime
-from ._runtime_async import AsyncRuntime
-from .client import PgqueClient
-from .install import install
+from .ops import embedded
+from .ops.install import install
+from .runtime.runtime import AsyncRuntime
+from .twins.client import PgqueClient
+from .twins.runtime import Runtime
 from .types import ArchivedMessage, DeadLetter, Event, Message, Payload, QueuedMessage
 
 __all__ = ["TestQueue", "pgque_queue"]

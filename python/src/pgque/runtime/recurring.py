@@ -1,0 +1,42 @@
+"""Recurring messages that a worker registers when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..types import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Recurring:
+    """Hold the arguments of `create_recurring` for a queue of a worker."""
+
+    name: str
+    queue: str
+    cron: str
+    event: Event
+    timezone: str
+    catch_up: str
+
+    def check_new(self, others: Iterable[Recurring]) -> None:
+        """Raise ValueError if one of the others has the same name."""
+        if any(other.name == self.name for other in others):
+            raise ValueError(
+                f"the worker has a recurring message {self.name!r}: give this one a name of its own, name=..."
+            )
+
+
+def recurring_queue(queues: Iterable[str], queue: str | None) -> str:
+    """Return the queue of a recurring message: the one that is named, or the only one of the worker.
+
+    Raises ValueError where the worker has several and none is named, or does not receive from that one.
+    """
+    names = list(queues)
+    if queue is None and len(names) == 1:
+        return names[0]
+    if queue not in names:
+        raise ValueError(
+            f"a recurring message needs a queue of its worker: queue=..., one of {', '.join(names)}"
+        )
+    return queue
