@@ -953,7 +953,7 @@ class AsyncPgqueClient:
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo
         )
 
-    queue_info = Renamed(get_queue_info)
+    queue_info: Renamed[..., Any] = Renamed(get_queue_info)
 
     async def get_consumer_info(
         self, queue: str | None = None, consumer: str | None = None
@@ -971,7 +971,7 @@ class AsyncPgqueClient:
             ConsumerInfo,
         )
 
-    consumer_info = Renamed(get_consumer_info)
+    consumer_info: Renamed[..., Any] = Renamed(get_consumer_info)
 
     # -- recurring messages
     # --------------------------------------------------------------------------------------------------

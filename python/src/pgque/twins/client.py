@@ -954,7 +954,7 @@ class PgqueClient:
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo
         )
 
-    queue_info = Renamed(get_queue_info)
+    queue_info: Renamed[..., Any] = Renamed(get_queue_info)
 
     def get_consumer_info(
         self, queue: str | None = None, consumer: str | None = None
@@ -972,7 +972,7 @@ class PgqueClient:
             ConsumerInfo,
         )
 
-    consumer_info = Renamed(get_consumer_info)
+    consumer_info: Renamed[..., Any] = Renamed(get_consumer_info)
 
     # -- recurring messages
     # --------------------------------------------------------------------------------------------------

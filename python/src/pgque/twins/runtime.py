@@ -147,7 +147,7 @@ class Runtime:
         check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
-        self.queue = ", ".join(weights)
+        self.queue: str = ", ".join(weights)
         self.queues = weights
         self.priority: Priority = priority
         self.consumer = consumer
