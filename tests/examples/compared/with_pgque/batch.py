@@ -1,27 +1,17 @@
 """A consumer of batches, with pgque: the rows of a batch and its end commit together.
 
 Before: sh set_up.sh
-Run it: python batch.py
+Run it: pgque work batch:consumer
 """
-
-import asyncio
 
 import psycopg
 import shop
 
 import pgque
 
-
-async def main() -> None:
-    async with await psycopg.AsyncConnection.connect(autocommit=True) as conn:
-        while True:
-            async with conn.transaction():
-                messages = await pgque.receive_async(conn, "clicks", "storing", 1000)
-                await shop.store([message.json() for message in messages], conn)
-                if messages:
-                    await pgque.ack_async(conn, messages[0].batch_id)
-            if not messages:
-                await asyncio.sleep(0.2)
+consumer = pgque.AsyncConsumer(queue="clicks", consumer="storing", transactional=True)
 
 
-asyncio.run(main())
+@consumer.batch_handler("click", size=1000)
+async def store(messages: list[pgque.Message], conn: psycopg.AsyncConnection) -> None:
+    await shop.store([message.json() for message in messages], conn)
