@@ -195,3 +195,64 @@ with_pool = FastAPI(lifespan=pgque.asgi.lifespan(async_worker, around=lambda app
 with_function = FastAPI(
     lifespan=pgque.asgi.lifespan(lambda: pgque.AsyncWorker("", queue="orders", consumer="c"))
 )
+
+
+# -- tasks and batches
+
+
+@worker.task("welcome", retry_on=ConnectionError, backoff=(1, 10), timeout=30)
+def welcome(order: Order) -> None:
+    print(order.id)
+
+
+@worker.task("welcome with a message")
+def welcome_message(message: pgque.Message[Order]) -> None:
+    print(message.value.id)
+
+
+@worker.task("welcome with any message")
+def welcome_plain(message: pgque.Message) -> None:
+    print(message.json()["id"])
+
+
+@consumer.task("welcome")
+def welcome_with_connection(order: Order, conn: psycopg.Connection) -> None:
+    conn.execute("insert into bill (id) values (%s)", [order.id])
+
+
+@async_worker.task("welcome")
+async def async_welcome(order: Order) -> None:
+    print(order.id)
+
+
+@worker.batch_handler("click", size=500)
+def store(messages: list[pgque.Message[Order]]) -> None:
+    print([message.value.id for message in messages])
+
+
+@consumer.batch_handler("click")
+def store_with_connection(orders: list[Order], conn: psycopg.Connection) -> None:
+    conn.cursor().executemany("insert into bill (id) values (%s)", [[order.id] for order in orders])
+
+
+@async_consumer.batch_handler("click")
+async def async_store(messages: list[pgque.Message], conn: psycopg.AsyncConnection) -> pgque.Outcomes:
+    await conn.execute("select 1")
+    return pgque.Outcomes({messages[0].msg_id: pgque.Retry()})
+
+
+def send_tasks(session: Session) -> None:
+    sent: int = welcome.send(session, Order(1), delay=60)
+    welcome.send(session, {"id": 1})  # type: ignore[arg-type]  # it takes an Order
+    welcome(Order(1))
+    welcome_message.send(session, Order(1))
+    welcome_plain.send(session, {"id": 1})
+    ids: list[int] = welcome.send_many(session, [Order(1), Order(2)])
+    welcome_with_connection(Order(1), psycopg.connect())
+    print(sent, ids)
+
+
+async def async_send_tasks(session: AsyncSession) -> None:
+    sent: int = await async_welcome.send_async(session, Order(1))
+    await async_welcome(Order(1))
+    print(sent)
