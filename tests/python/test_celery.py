@@ -410,6 +410,15 @@ def test_a_message_with_an_expiration_is_not_delivered_after_it(
     assert [message.payload for message in Reader(broker, tasks).drain(1)] == ["long"]
 
 
+def test_workers_share_a_queue_that_is_not_durable(shop: Shop) -> None:
+    name = f"t_{secrets.token_hex(4)}"
+    queue = Queue(name, Exchange(name), routing_key=name, durable=False)
+    with Broker(broker_url(shop.dsn)) as broker, Broker(broker_url(shop.dsn)) as another:
+        publish(broker, queue, 1, 2)
+        readers = [Reader(each, queue, prefetch=1) for each in (broker, another)]
+        assert sorted(reader.drain(1)[0].payload for reader in readers) == [1, 2]
+
+
 def test_each_reader_of_an_exchange_gets_its_messages_and_leaves_nothing_behind(shop: Shop) -> None:
     name = f"x_{secrets.token_hex(4)}"
     exchange = Exchange(name, type="topic")
@@ -567,6 +576,10 @@ def test_what_does_not_apply_to_a_queue_is_refused(broker: Broker) -> None:
     assert "several queues" in (refused.value.hint or "")
     with pytest.raises(ChannelError, match="auto_delete=True"):
         Queue("kept", Exchange("everybody", type="fanout"))(channel).declare()
+    with pytest.raises(ChannelError, match="run by each reader"):
+        Queue("brief", Exchange("brief"), routing_key="brief", auto_delete=True)(channel).declare()
+    with pytest.raises(ChannelError, match="rpc://"):
+        Consumer(channel, [Queue("results", auto_delete=True)]).consume()
     with pytest.raises(pgque.PgqueBadArgument, match="sslmode"):
         Broker("pgque://here/shop", ssl=True).connect()
 

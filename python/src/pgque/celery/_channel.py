@@ -38,7 +38,7 @@ log = logging.getLogger("pgque.celery")
 # A log has no consumers, so rotation alone decides how long its messages stay.
 _LOG_CONFIG = {"rotation_period": "10 minutes"}
 
-# Of a durable queue; those for remote control expire with their process.
+# Of a queue that stays; those for remote control expire with their process.
 _REFUSED = {
     "x-dead-letter-exchange",
     "x-expires",
@@ -91,8 +91,8 @@ class QoS(virtual.QoS):
 class Channel(virtual.Channel):
     """Declare, publish and consume.
 
-    A durable queue is a queue of pgque with a consumer. Another one, as those for remote control and events,
-    is a reader of the log of each exchange that it is bound to.
+    A queue is a queue of pgque with a consumer. One that goes with its process, as those for remote control
+    and events, is a reader of the log of each exchange that it is bound to.
     """
 
     QoS = QoS
@@ -133,16 +133,16 @@ class Channel(virtual.Channel):
     ) -> Any:
         """Create a queue with its consumer if it does not exist, as far as the role may."""
         queue = queue or f"amq.gen-{uuid()}"
-        is_durable = durable and not exclusive and not auto_delete
+        is_reader = exclusive or auto_delete
         refused = _REFUSED & (arguments or {}).keys()
-        if is_durable and refused:
+        if refused and not is_reader:
             raise PgqueBadArgument(
                 f"queue {queue!r} has arguments that do not apply to pgque: {', '.join(sorted(refused))}",
                 hint="For limits, set queue_config in broker_transport_options; for priorities, use several"
                 " queues.",
             )
         size = 0
-        if passive or is_durable:
+        if passive or not is_reader:
             with self.broker.calls() as client:
                 size = self._find(client, queue, create=not passive)
         else:
@@ -178,17 +178,27 @@ class Channel(virtual.Channel):
         arguments: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Bind a queue: one that is not durable reads from now on."""
+        """Bind a queue: one that goes with its process reads from now on."""
         exchange = exchange or "amq.direct"
         broker = self.broker
         if self.state.has_binding(queue, exchange, routing_key):
             return
+        declared = self.state.exchanges.get(exchange, {})
         if queue in broker.readers:
+            if declared.get("type") == "direct" and declared["durable"]:
+                raise ChannelError(
+                    f"queue {queue!r} goes with its process, so that it only reads: a task of exchange"
+                    f" {exchange!r} would be run by each reader, or by nobody. Declare it without"
+                    " auto_delete and exclusive",
+                    (50, 20),
+                    "Channel.queue_bind",
+                    "403",
+                )
             self._read(queue, exchange)
-        elif self.state.exchanges.get(exchange, {}).get("type") == "fanout":
+        elif declared.get("type") == "fanout":
             raise ChannelError(
-                f"queue {queue!r} is durable and would be bound to the fanout exchange {exchange!r}, whose"
-                " messages each reader gets from a log: declare it with auto_delete=True or durable=False"
+                f"queue {queue!r} stays, and would be bound to the fanout exchange {exchange!r}, whose"
+                " messages each reader gets from a log: declare it with auto_delete=True"
                 " (of Celery: control_queue_durable=False)",
                 (50, 20),
                 "Channel.queue_bind",
@@ -308,6 +318,14 @@ class Channel(virtual.Channel):
     ) -> None:
         """Receive from a queue."""
         broker = self.broker
+        if queue in broker.readers and not any(self.state.queue_bindings(queue)):
+            raise ChannelError(
+                f"queue {queue!r} goes with its process and is bound to no exchange, so that no message would"
+                " reach it. For results, use a backend that keeps them, as db+postgresql://, not rpc://",
+                (60, 20),
+                "Channel.basic_consume",
+                "403",
+            )
         super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
         if queue not in broker.readers:
             broker.receiver.consume(
