@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from ._encode import interval
+from .codec.encode import interval
 from .errors import PgqueBadArgument, described
 from .types import Seconds
 
@@ -60,6 +60,18 @@ class Dead(HandlerOutcome):
     def __init__(self, reason: object = None) -> None:
         self.reason = reason_of(reason)
         super().__init__(self.reason or "")
+
+
+class Outcomes(dict[int, object]):
+    """Give messages of a batch handler outcomes of their own, by `msg_id`.
+
+        outcomes = pgque.Outcomes()
+        outcomes[message.msg_id] = pgque.Dead("no address")
+        return outcomes
+
+    A value is a Retry, a Dead, a Release, or an error, which counts as if a handler had raised it for that
+    message. Messages that are not in it are handled.
+    """
 
 
 class Release(HandlerOutcome):

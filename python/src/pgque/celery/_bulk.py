@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from ..calls import send_batch
 from ..errors import PgqueBadArgument
+from ..twins.calls import send_batch
 from ..types import Event
 
 # The messages that a block published, by queue and type; with their transports.

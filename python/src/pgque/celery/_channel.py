@@ -15,7 +15,6 @@ from kombu.exceptions import ChannelError
 from kombu.transport import virtual
 from kombu.utils.uuid import uuid
 
-from ..client import PgqueClient
 from ..errors import (
     PgqueBadArgument,
     PgqueConsumerNotFound,
@@ -24,6 +23,7 @@ from ..errors import (
     PgqueQueueNotFound,
     one_line,
 )
+from ..twins.client import PgqueClient
 from ..types import Event
 from . import _bulk
 from ._logs import latest_tick

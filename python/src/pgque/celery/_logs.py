@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..client import PgqueClient
 from ..errors import PgqueTickNotFound, one_line
+from ..twins.client import PgqueClient
 from ._wire import Raw, raw_of
 
 log = logging.getLogger("pgque.celery")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .._limit import COMMAND_TIMEOUT, check_command_timeout
+from ..client.limit import COMMAND_TIMEOUT, check_command_timeout
 from ..types import Seconds, Setting
 
 _SCHEME = re.compile(r"^pgque(\+\w+)?://")
