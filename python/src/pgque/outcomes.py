@@ -49,17 +49,29 @@ class Retry(HandlerOutcome):
     """
 
     def __init__(self, after: Seconds | None = None, reason: object = None) -> None:
-        self.reason = reason_of(reason)
+        self.reason: str | None = reason_of(reason)
         super().__init__(self.reason or "")
-        self.after = retry_interval(after)
+        self.after: timedelta | None = retry_interval(after)
 
 
 class Dead(HandlerOutcome):
     """Give the message up, without more retries. The reason may be an error."""
 
     def __init__(self, reason: object = None) -> None:
-        self.reason = reason_of(reason)
+        self.reason: str | None = reason_of(reason)
         super().__init__(self.reason or "")
+
+
+class Outcomes(dict[int, object]):
+    """Give messages of a batch handler outcomes of their own, by `msg_id`.
+
+        outcomes = pgque.Outcomes()
+        outcomes[message.msg_id] = pgque.Dead("no address")
+        return outcomes
+
+    A value is a Retry, a Dead, a Release, or an error, which counts as if a handler had raised it for that
+    message. Messages that are not in it are handled.
+    """
 
 
 class Release(HandlerOutcome):

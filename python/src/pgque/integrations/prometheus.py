@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,12 @@ class _Prometheus:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self._overruns = Counter(
+            "pgque_handler_overruns_total",
+            "Handlers that ran beyond their time limit, or without one for ten leases.",
+            of,
+            registry=registry,
+        )
         self._reconnects = Counter(
             "pgque_client_reconnects_total",
             "Attempts to connect to the database again, after a fault.",
@@ -76,19 +82,21 @@ class _Prometheus:
             self._outcomes,
             self._redeliveries,
             self._in_flight,
+            self._overruns,
             self._reconnects,
         ):
             self._registry.unregister(family)
 
     @contextmanager
-    def handling(self, message: Message, consumer: str) -> Iterator[None]:
-        of = (message.queue or "", consumer)
-        wait = _telemetry.waited(message)
-        if wait is not None:
-            self._wait.labels(*of).observe(wait)
+    def handling(self, messages: Sequence[Message], consumer: str) -> Iterator[None]:
+        of = (messages[0].queue or "", consumer)
         redeliveries = self._redeliveries.labels(*of)  # shown as 0 from the first message on
-        if _telemetry.is_redelivered(message):
-            redeliveries.inc()
+        for message in messages:
+            wait = _telemetry.waited(message)
+            if wait is not None:
+                self._wait.labels(*of).observe(wait)
+            if _telemetry.is_redelivered(message):
+                redeliveries.inc()
         began = time.perf_counter()
         in_flight = self._in_flight.labels(*of)
         in_flight.inc()
@@ -100,6 +108,9 @@ class _Prometheus:
 
     def note_outcome(self, message: Message, consumer: str, outcome: str) -> None:
         self._outcomes.labels(message.queue or "", consumer, outcome).inc()
+
+    def note_overrun(self, message: Message, consumer: str) -> None:
+        self._overruns.labels(message.queue or "", consumer).inc()
 
     def note_reconnect(self, queue: str, consumer: str) -> None:
         self._reconnects.labels(queue, consumer).inc()

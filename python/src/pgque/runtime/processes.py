@@ -19,12 +19,12 @@ from ..codec.payloads import Decoder
 from ..errors import PgqueError
 from ..integrations import opentelemetry as _otel
 from ..integrations import prometheus as _prometheus
-from .handlers import Handlers
+from .handlers import Handlers, Options
 from .liveness import Liveness, is_fresh
 from .middleware import Middleware, Moment
 from .recurring import Recurring
-from .retries import Retries
 from .stopper import Stopper
+from .watch import Guard
 
 log = logging.getLogger("pgque.worker")
 
@@ -34,8 +34,8 @@ _RESTART_INTERVAL = 1.0
 # In seconds: how often the signs of life of the processes are checked, and how old they may be.
 _LIVENESS_CHECK, _LIVENESS_LIMIT = 1.0, 10.0
 
-# Seconds that a process has beyond its `shutdown_timeout`, before it is killed.
-_KILL_MARGIN = 5.0
+# Seconds that a process has beyond its `shutdown_timeout`, and after a second signal, before it is killed.
+_KILL_MARGIN, _ABANDON_MARGIN = 5.0, 1.0
 
 # Seconds between checks for a second signal, while the processes end.
 _SIGNAL_CHECK = 0.1
@@ -52,10 +52,11 @@ class ProcessWorker(Protocol):
     shutdown_timeout: float
     liveness_file: str | os.PathLike[str] | None
     _liveness: Liveness
-    _handlers: Handlers[Callable[..., object]]
+    _handlers: Handlers
     _middleware: Middleware
     _recurring: list[Recurring]
     _stopper: Stopper
+    _guard: Guard | None
 
     @property
     def _made(self) -> Callable[..., ProcessWorker]:
@@ -101,7 +102,7 @@ class _Place:
                 worker.dsn,
                 settings,
                 worker._handlers.by_type,
-                worker._handlers.retries_by_type,
+                worker._handlers.options_by_type,
                 worker._middleware.hooks,
                 worker._recurring,
                 _otel.is_enabled(),
@@ -147,7 +148,7 @@ def supervise(worker: ProcessWorker) -> None:
         pickle.dumps(
             (
                 worker._handlers.by_type,
-                worker._handlers.retries_by_type,
+                worker._handlers.options_by_type,
                 worker._middleware.hooks,
                 worker.encoder,
                 worker.decoder,
@@ -191,7 +192,7 @@ def _end(processes: list[BaseProcess], shutdown_timeout: float, stopper: Stopper
     while running := [process for process in processes if process.is_alive()]:
         if stopper.is_abandoned and not abandoned:
             abandoned = True
-            deadline = time.monotonic() + _KILL_MARGIN
+            deadline = time.monotonic() + _ABANDON_MARGIN
             for process in running:
                 process.terminate()
         if time.monotonic() > deadline:
@@ -209,7 +210,7 @@ def _run(
     dsn: str,
     settings: Mapping[str, Any],
     handlers: Mapping[str, Callable[..., object]],
-    retries: Mapping[str, Retries],
+    options: Mapping[str, Options],
     hooks: Mapping[Moment, list[Callable[..., object]]],
     recurring: list[Recurring],
     with_opentelemetry: bool,
@@ -223,9 +224,10 @@ def _run(
         _prometheus.enable_prometheus()
     worker = made(dsn, concurrency=1, **settings)
     for type_, handler in handlers.items():
-        worker._handlers.register(type_, retries=retries[type_])(handler)
+        worker._handlers.register(type_, options=options[type_])(handler)
     worker._middleware.add_all(hooks)
     worker._recurring.extend(recurring)
+    worker._guard = Guard()
     threading.Thread(target=_stop_without_parent, args=(worker,), daemon=True).start()
     try:
         worker.run()
