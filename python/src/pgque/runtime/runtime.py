@@ -65,10 +65,10 @@ R = TypeVar("R", bound=Awaitable[object])
 H = TypeVar("H", bound=AsyncHandler | AsyncTransactionalHandler)
 
 # Outcomes of a batch that is not finished are reported after so many seconds.
-_REPORT_INTERVAL = 1.0
+REPORT_INTERVAL = 1.0
 
 # Seconds beyond the time of a stop in which the server has to answer the last report.
-_LAST_REPORT_TIMEOUT = 1.0
+LAST_REPORT_TIMEOUT = 1.0
 
 # Longest wait in seconds: how often signs of life are given.
 _LONGEST_WAIT = 1.0
@@ -546,9 +546,9 @@ class AsyncRuntime:
         if remaining:
             stopper = AsyncStopper()
             stopper.set()
-            client = await self._connect(stopper, _LAST_REPORT_TIMEOUT)
+            client = await self._connect(stopper, LAST_REPORT_TIMEOUT)
             try:
-                with stopper.stop_deadline(client.conn, 2 * _LAST_REPORT_TIMEOUT):
+                with stopper.stop_deadline(client.conn, 2 * LAST_REPORT_TIMEOUT):
                     await report_and_receive(client, self.consumer, remaining, None, Message)
             finally:
                 await client.close()
@@ -610,7 +610,7 @@ class AsyncRuntime:
         has_work = (
             self._running or self._finished or any(batch.has_outcomes for batch in self._batches.values())
         )
-        return (self.shutdown_timeout if has_work else GRACE) + _LAST_REPORT_TIMEOUT
+        return (self.shutdown_timeout if has_work else GRACE) + LAST_REPORT_TIMEOUT
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         self._sources.wake(queue_of(notify.channel))
@@ -633,7 +633,7 @@ class AsyncRuntime:
         to_report = [
             batch
             for batch in self._batches.values()
-            if batch.unfinished == 0 or stopping or now - batch.reported_at > _REPORT_INTERVAL
+            if batch.unfinished == 0 or stopping or now - batch.reported_at > REPORT_INTERVAL
         ]
         for batch in to_report:
             if batch.has_outcomes:

@@ -66,10 +66,10 @@ R = TypeVar("R", bound=object)
 H = TypeVar("H", bound=Handler | TransactionalHandler)
 
 # Outcomes of a batch that is not finished are reported after so many seconds.
-_REPORT_INTERVAL = 1.0
+REPORT_INTERVAL = 1.0
 
 # Seconds beyond the time of a stop in which the server has to answer the last report.
-_LAST_REPORT_TIMEOUT = 1.0
+LAST_REPORT_TIMEOUT = 1.0
 
 # Longest wait in seconds: how often signs of life are given.
 _LONGEST_WAIT = 1.0
@@ -547,9 +547,9 @@ class Runtime:
         if remaining:
             stopper = Stopper()
             stopper.set()
-            client = self._connect(stopper, _LAST_REPORT_TIMEOUT)
+            client = self._connect(stopper, LAST_REPORT_TIMEOUT)
             try:
-                with stopper.stop_deadline(client.conn, 2 * _LAST_REPORT_TIMEOUT):
+                with stopper.stop_deadline(client.conn, 2 * LAST_REPORT_TIMEOUT):
                     report_and_receive(client, self.consumer, remaining, None, Message)
             finally:
                 client.close()
@@ -611,7 +611,7 @@ class Runtime:
         has_work = (
             self._running or self._finished or any(batch.has_outcomes for batch in self._batches.values())
         )
-        return (self.shutdown_timeout if has_work else GRACE) + _LAST_REPORT_TIMEOUT
+        return (self.shutdown_timeout if has_work else GRACE) + LAST_REPORT_TIMEOUT
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         self._sources.wake(queue_of(notify.channel))
@@ -634,7 +634,7 @@ class Runtime:
         to_report = [
             batch
             for batch in self._batches.values()
-            if batch.unfinished == 0 or stopping or now - batch.reported_at > _REPORT_INTERVAL
+            if batch.unfinished == 0 or stopping or now - batch.reported_at > REPORT_INTERVAL
         ]
         for batch in to_report:
             if batch.has_outcomes:
