@@ -49,8 +49,8 @@ _REFUSED = {
 }
 
 _NEEDS_CONSUMER = (
-    "The role may not create the queue. As a pgque_admin: select pgque.create_queue('{queue}');"
-    " select pgque.subscribe('{queue}', '{consumer}');"
+    "The role may not create the queue, or it was dropped meanwhile. As a pgque_admin:"
+    " select pgque.create_queue('{queue}'); select pgque.subscribe('{queue}', '{consumer}');"
 )
 _NEEDS_LOG = "The role may not create the queue. As a pgque_admin: select pgque.create_queue('{queue}');"
 
