@@ -36,6 +36,7 @@ from support import pgbouncer
 from support.documents import ROOT
 from support.processes import own_folder
 from support.servers import TestServer
+from support.silent import silent_path
 
 WaitUntil = Callable[..., None]
 # What a worker of a test does without at its start
@@ -298,6 +299,20 @@ def test_each_kind_of_pool_runs_tasks_and_ends_in_order(shop: Shop, wait_until: 
         assert worker.wait(60) == 0
     shop.rows("delete from done where what = 'flaky 1' returning 1")
     app.close()
+
+
+# A worker has to find out that the database is silent.
+@pytest.mark.slow
+def test_a_worker_ends_although_the_database_does_not_answer(shop: Shop, wait_until: WaitUntil) -> None:
+    with silent_path(shop.dsn) as path:
+        url = broker_url(path.dsn, connect_timeout="2")
+        with shop.worker("-c", "1", SHOP_BROKER=url, SHOP_COMMAND_TIMEOUT="1") as worker:
+            log = max(shop.folder.glob("*.log"), key=lambda file: file.stat().st_mtime)
+            path.silence()
+            # A heartbeat is due every two seconds, and each try takes as long.
+            wait_until(lambda: log.read_text().count("next try") > 2, "attempts to connect", 60)
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(60) == 0
 
 
 # -- the transport --------------------------------------------------------------------------------
