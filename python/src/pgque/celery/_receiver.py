@@ -25,7 +25,7 @@ from ..codec import encode as _encode
 from ..errors import PgqueError
 from ..runtime import batches as _batches
 from ..runtime.batches import ACK, RELEASE, Batch, MessageOutcome
-from ..runtime.leases import Heartbeat, kept
+from ..runtime.leases import kept
 from ..runtime.sources import Source, Sources
 from ..runtime.stopper import Stopper
 from ..twins.client import PgqueClient
@@ -273,7 +273,7 @@ class Receiver:
         try:
             with (
                 self._stopper.running(False),
-                kept(self._dsn, self.name, self._seconds, lambda: list(self._batches.values()), Heartbeat()),
+                kept(self._dsn, self._seconds, lambda: list(self._batches.values())),
             ):
                 keep_connected(
                     self._stopper,
