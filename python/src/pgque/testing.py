@@ -79,7 +79,7 @@ class TestQueue:
         self.dsn = dsn
         self.name = name
         self.consumer = consumer
-        self.client = PgqueClient.connect(dsn, autocommit=True)
+        self.client: PgqueClient = PgqueClient.connect(dsn, autocommit=True)
         self._handled: dict[int, Message] = {}
         self.client.create_queue(name)
         self.client.subscribe(name, consumer)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -161,7 +161,7 @@ class AsyncPgqueClient:
     @asynccontextmanager
     async def from_pool(
         cls,
-        pool: AsyncConnectionPool[AsyncConnection[T]],
+        pool: AsyncConnectionPool[Any],
         *,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
@@ -175,7 +175,7 @@ class AsyncPgqueClient:
             yield cls(conn, encoder=encoder, decoder=decoder)
 
     @property
-    def conn(self) -> AsyncConnection[object]:
+    def conn(self) -> AsyncConnection[Any]:
         """Return the psycopg connection, for your own statements, `commit()`, `rollback()` and
         `transaction()`."""
         return self._conn
@@ -959,7 +959,7 @@ class AsyncPgqueClient:
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo
         )
 
-    queue_info = Renamed(get_queue_info)
+    queue_info: Renamed[..., Any] = Renamed(get_queue_info)
 
     async def get_consumer_info(
         self, queue: str | None = None, consumer: str | None = None
@@ -977,7 +977,7 @@ class AsyncPgqueClient:
             ConsumerInfo,
         )
 
-    consumer_info = Renamed(get_consumer_info)
+    consumer_info: Renamed[..., Any] = Renamed(get_consumer_info)
 
     # -- recurring messages
     # --------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ from .watch import AsyncWatch, Guard
 
 # Their first parameter is a Message, a Message[Model] or a Model.
 AsyncHandler: TypeAlias = Callable[[Any], Awaitable[object]]
-AsyncTransactionalHandler: TypeAlias = Callable[[Any, AsyncConnection[object]], Awaitable[object]]
+AsyncTransactionalHandler: TypeAlias = Callable[[Any, AsyncConnection[Any]], Awaitable[object]]
 BeforeHook = TypeVar("BeforeHook", bound=Callable[[Message], object])
 AfterHook = TypeVar("AfterHook", bound=Callable[[Message, object], object])
 ErrorHook = TypeVar("ErrorHook", bound=Callable[[Message, BaseException], object])
@@ -170,7 +170,7 @@ class AsyncRuntime:
         check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
-        self.queue = ", ".join(weights)
+        self.queue: str = ", ".join(weights)
         self.queues = weights
         self.priority: Priority = priority
         self.consumer = consumer

@@ -506,7 +506,7 @@ class AsyncWorker(AsyncRuntime):
             raise ValueError("visibility_timeout must be more than 0 seconds")
         self.use = use
         self.visibility_timeout = visibility_timeout
-        self.worker = worker or _batches.worker_name()
+        self.worker: str = worker or _batches.worker_name()
         super().__init__(
             dsn,
             queue=queue,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -162,7 +162,7 @@ class PgqueClient:
     @contextmanager
     def from_pool(
         cls,
-        pool: ConnectionPool[Connection[T]],
+        pool: ConnectionPool[Any],
         *,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
@@ -176,7 +176,7 @@ class PgqueClient:
             yield cls(conn, encoder=encoder, decoder=decoder)
 
     @property
-    def conn(self) -> Connection[object]:
+    def conn(self) -> Connection[Any]:
         """Return the psycopg connection, for your own statements, `commit()`, `rollback()` and
         `transaction()`."""
         return self._conn
@@ -960,7 +960,7 @@ class PgqueClient:
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo
         )
 
-    queue_info = Renamed(get_queue_info)
+    queue_info: Renamed[..., Any] = Renamed(get_queue_info)
 
     def get_consumer_info(
         self, queue: str | None = None, consumer: str | None = None
@@ -978,7 +978,7 @@ class PgqueClient:
             ConsumerInfo,
         )
 
-    consumer_info = Renamed(get_consumer_info)
+    consumer_info: Renamed[..., Any] = Renamed(get_consumer_info)
 
     # -- recurring messages
     # --------------------------------------------------------------------------------------------------

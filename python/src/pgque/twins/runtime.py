@@ -58,7 +58,7 @@ from ..runtime.watch import Watch, Guard
 
 # Their first parameter is a Message, a Message[Model] or a Model.
 Handler: TypeAlias = Callable[[Any], object]
-TransactionalHandler: TypeAlias = Callable[[Any, Connection[object]], object]
+TransactionalHandler: TypeAlias = Callable[[Any, Connection[Any]], object]
 BeforeHook = TypeVar("BeforeHook", bound=Callable[[Message], object])
 AfterHook = TypeVar("AfterHook", bound=Callable[[Message, object], object])
 ErrorHook = TypeVar("ErrorHook", bound=Callable[[Message, BaseException], object])
@@ -171,7 +171,7 @@ class Runtime:
         check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
-        self.queue = ", ".join(weights)
+        self.queue: str = ", ".join(weights)
         self.queues = weights
         self.priority: Priority = priority
         self.consumer = consumer
