@@ -313,7 +313,7 @@ def test_a_message_that_is_requeued_comes_again_and_one_that_is_rejected_is_a_de
 def test_what_is_no_message_of_kombu_is_a_dead_letter_and_the_others_arrive(
     shop: Shop, broker: Broker, tasks: Queue, wait_until: WaitUntil
 ) -> None:
-    good = {"body": "1", "properties": {"delivery_info": {"routing_key": "x"}}}
+    good: dict[str, Any] = {"body": "1", "properties": {"delivery_info": {"routing_key": "x"}}}
     bad = [
         good | {"headers": 5},
         good | {"headers": {"id": [1]}},
