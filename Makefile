@@ -21,7 +21,7 @@ VERIFY_LONG_BENCH ?= $(VERIFY_BENCH),workers-long
 SPARK_PATHS := $(addprefix tests/spark/test_,source.py sink.py once.py typed.py package.py)
 SMOKE       := every_column or failed_is_read_again_as_it_was or available_now_reads or micro_batch or distinguished or finds or types_of_the_schema
 # Markdown, and what make_sync.py generates
-NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
+NOT_FORMATTED := --exclude '*.md' --exclude twins
 
 .DEFAULT_GOAL := help
 .PHONY: help demo pipeline test test-all test-long verify verify-long test-spark test-spark-long smoke-spark check lint bench sql schema reference \

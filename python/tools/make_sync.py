@@ -1,4 +1,4 @@
-"""Make the sync modules from the async ones.
+"""Make the sync modules, pgque.twins, from the async ones.
 
 python tools/make_sync.py           write them
 python tools/make_sync.py --check   exit 1 when a committed one is stale
@@ -10,18 +10,18 @@ import re
 import sys
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "src" / "pgque"
-PAIRS = {
-    "client_async.py": "client.py",
-    "_connection_async.py": "_connection.py",
-    "_listen_async.py": "_listen.py",
-    "_exchange_async.py": "_exchange.py",
-    "_transactional_async.py": "_transactional.py",
-    "_runtime_async.py": "_runtime.py",
-    "consumer_async.py": "consumer.py",
-    "workers_async.py": "workers.py",
-    "calls_async.py": "calls.py",
-}
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "pgque"
+SOURCES = (
+    "client/client.py",
+    "client/connection.py",
+    "runtime/listen.py",
+    "runtime/exchange.py",
+    "runtime/transactional.py",
+    "runtime/runtime.py",
+    "runtime/consumer.py",
+    "runtime/workers.py",
+    "transaction/calls.py",
+)
 
 # In order; whole words only.
 RULES = [
@@ -71,29 +71,37 @@ RULES = [
 HEADER = "# Generated from {source} by tools/make_sync.py: edit that file and run the script again.\n"
 
 
+# A relative import, and the same from the folder of the twins.
+IMPORT = re.compile(r"^( *from )(\.\.?)([\w.]*)( import )", re.MULTILINE)
+
+
 def sync_source(name: str) -> str:
     """Return the sync twin of an async module as source text."""
-    text = (SOURCE / name).read_text(encoding="utf-8")
+    text = (PACKAGE / name).read_text(encoding="utf-8")
     docstring_end = text.index('"""', 3) + 3
     head, body = text[:docstring_end], text[docstring_end:]
     for pattern, replacement in RULES:
         body = re.sub(pattern, replacement, body)
-    modules = "|".join(target.removesuffix(".py") for target in PAIRS.values())
-    body = re.sub(rf"^from \.({modules})_async import", r"from .\1 import", body, flags=re.MULTILINE)
-    return HEADER.format(source=name) + head + body
+    folder = name.partition("/")[0]
+
+    def moved(found: re.Match[str]) -> str:
+        before, dots, module, after = found.groups()
+        path = module if dots == ".." else f"{folder}.{module}".rstrip(".")
+        has_twin = f"{path.replace('.', '/')}.py" in SOURCES
+        return before + (f".{path.rpartition('.')[2]}" if has_twin else f"..{path}") + after
+
+    return HEADER.format(source=name) + head + IMPORT.sub(moved, body)
 
 
 def main(arguments: list[str]) -> int:
     """Write the sync modules, or compare them when asked to check."""
     stale = []
-    for source, target in PAIRS.items():
-        if not (SOURCE / source).exists():
-            continue
+    for source in SOURCES:
         wanted = sync_source(source)
-        path = SOURCE / target
+        path = PACKAGE / "twins" / Path(source).name
         if path.exists() and path.read_text(encoding="utf-8") == wanted:
             continue
-        stale.append(target)
+        stale.append(path.name)
         if "--check" not in arguments:
             path.write_text(wanted, encoding="utf-8")
     if stale and "--check" in arguments:

@@ -30,8 +30,8 @@ from psycopg.conninfo import conninfo_to_dict
 
 import pgque.celery
 from pgque import embedded
-from pgque.install import install
-from pgque.ticker import run_ticker
+from pgque.ops.install import install
+from pgque.ops.ticker import run_ticker
 
 TICK = os.sysconf("SC_CLK_TCK")
 RATE, SECONDS = 50, 10  # of the tasks whose latency is measured

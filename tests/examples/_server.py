@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from psycopg.conninfo import conninfo_to_dict
 
 from pgque import embedded
-from pgque.install import install
-from pgque.ticker import run_ticker
+from pgque.ops.install import install
+from pgque.ops.ticker import run_ticker
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from conftest import Connect, Role
 from faults.clusters import base_backup, folder_for, programs_of, run, started, until
 from faults.fuzzing import Fuzzer, populate
 from pgque import embedded
-from pgque.ticker import run_ticker
+from pgque.ops.ticker import run_ticker
 from sql.helpers import (
     Connection,
     ack,

@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 from conftest import Role
-from pgque import monitoring
+from pgque.ops import monitoring
 from support import images, servers
 from support.pages import Browser
 

@@ -18,7 +18,7 @@ import psycopg
 import pytest
 
 from pgque import embedded
-from pgque._encode import FLOOR, _numbers
+from pgque.codec.encode import FLOOR, _numbers
 from support import processes, servers
 
 Wait = Callable[..., None]

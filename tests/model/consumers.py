@@ -30,6 +30,7 @@ class Row:
     owner: int | None = None  # the subscription whose retry it is
     retry: int = 0
     error: str | None = None
+    lapses: int = 0  # how often it was received and dropped since its first retry
 
 
 @dataclass(slots=True)
@@ -44,10 +45,11 @@ class Waiting:
     retry: int = 0
     error: str | None = None
     held: bool = False  # in an open batch
+    lapses: int = 0
 
     def row(self) -> Row:
         """Return it as it is delivered."""
-        return Row(self.id, self.payload, self.sent, 0, 0, self.owner, self.retry, self.error)
+        return Row(self.id, self.payload, self.sent, 0, 0, self.owner, self.retry, self.error, self.lapses)
 
 
 @dataclass(slots=True)
@@ -235,6 +237,7 @@ class Queue:
         for waiting in self.waiting:
             if waiting.owner == position.sub and waiting.held:
                 waiting.held, waiting.due = False, now
+                waiting.lapses += 1
 
     def settled(self, consumer: str, msg_id: int) -> None:
         """A message of the open batch gets its outcome."""
@@ -256,7 +259,9 @@ class Queue:
         """Put a message into the retry queue, in place of an older self."""
         sub = self.positions[consumer].sub
         self.waiting = [w for w in self.waiting if (w.owner, w.id) != (sub, row.id)]
-        self.waiting.append(Waiting(row.id, row.payload, row.sent, due, sub, row.retry + 1, error))
+        self.waiting.append(
+            Waiting(row.id, row.payload, row.sent, due, sub, row.retry + 1, error, lapses=row.lapses)
+        )
 
     def slowest(self) -> Tick:
         """Find the tick behind which nobody needs anything."""
@@ -526,6 +531,8 @@ class Consumers(RuleBasedStateMachine):
         if expected:
             self.m.drop(consumer, self.now)
             gone = self.m.positions.pop(consumer).sub
+            for token in [token for token, (name, _) in self.m.batches.items() if name == consumer]:
+                self.m.closed_settled.pop(token, None)  # its batches are of no consumer
             self.m.waiting = [w for w in self.m.waiting if w.owner != gone]
             # The journal has no other consumer, so it may be emptied.
             self.m.turned = self.m.turned or not self.m.positions
@@ -590,7 +597,8 @@ class Consumers(RuleBasedStateMachine):
         elif expected:
             assert tokens == {before}
         assert [self._seen(m) for m in got] == [
-            (r.id, r.payload, at(r.sent), r.retry, r.retry + 1, r.error, self.queue) for r in expected
+            (r.id, r.payload, at(r.sent), r.retry, r.retry + 1 + r.lapses, r.error, self.queue)
+            for r in expected
         ]
         return position.token
 

@@ -30,7 +30,7 @@ import pgque
 import pgque.alembic
 import pgque.django
 from pgque.cli import main
-from pgque.install import sql_text
+from pgque.ops.install import sql_text
 from support.connections import asyncpg_connect, django_database
 
 # What could be taken for a parameter of a statement.

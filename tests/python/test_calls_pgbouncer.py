@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 import pgque
-from pgque.ticker import run_ticker
+from pgque.ops.ticker import run_ticker
 from support import pgbouncer
 from support.connections import DRIVERS, KINDS
 

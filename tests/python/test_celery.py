@@ -29,8 +29,8 @@ import pgque.celery
 from conftest import Roles, create_database, drop_database
 from conftest import _wait as wait_for
 from pgque import embedded
-from pgque.install import install
-from pgque.ticker import run_ticker
+from pgque.ops.install import install
+from pgque.ops.ticker import run_ticker
 from support import pgbouncer
 from support.documents import ROOT
 from support.processes import own_folder

@@ -25,7 +25,7 @@ from conftest import Role
 from faults.clusters import programs_of, started
 from pgque import embedded
 from pgque.cli import main
-from pgque.ticker import run_ticker
+from pgque.ops.ticker import run_ticker
 from support import pgbouncer, servers, threads
 from support.pages import Browser, text
 from support.servers import TestServer

@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 import pgque
-from pgque.cli_health import advice
+from pgque.cli.health import advice
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 

@@ -15,9 +15,9 @@ import pytest
 from psycopg_pool import ConnectionPool
 
 import pgque
-from pgque.exporter import render
-from pgque.install import uninstall
-from pgque.ticker import run_ticker
+from pgque.ops.exporter import render
+from pgque.ops.install import uninstall
+from pgque.ops.ticker import run_ticker
 
 Tick = Callable[[str], int | None]
 Connection = psycopg.Connection[tuple[Any, ...]]

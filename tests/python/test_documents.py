@@ -92,7 +92,9 @@ def test_the_documents_are_short() -> None:
 
 
 def test_the_runbook_has_a_section_for_each_alert() -> None:
-    rules = (ROOT / "python" / "src" / "pgque" / "monitoring" / "alerts.yml").read_text(encoding="utf-8")
+    rules = (ROOT / "python" / "src" / "pgque" / "ops" / "monitoring" / "alerts.yml").read_text(
+        encoding="utf-8"
+    )
     runbook = (ROOT / "python" / "docs" / "runbook.md").read_text(encoding="utf-8")
     alerts = re.findall(r"- alert: (\w+)", rules)
     assert len(alerts) > 10

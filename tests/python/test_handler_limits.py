@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 import pgque
-from pgque.install import install
+from pgque.ops.install import install
 from support import threads
 from support.servers import TestServer
 
@@ -347,8 +347,8 @@ def test_a_worker_whose_messages_wait_without_ticks_logs_a_warning(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pgque._listen.TICK_CHECK", 0.1)
-    monkeypatch.setattr("pgque._listen._TICK_MISSING", -3600.0)
+    monkeypatch.setattr("pgque.twins.listen.TICK_CHECK", 0.1)
+    monkeypatch.setattr("pgque.twins.listen._TICK_MISSING", -3600.0)
     worker = pgque.Worker(dsn, queue=pool, consumer="c", unknown_handler_policy="ack")
     client.send(pool, "x")
     said = f"queue {pool} has about 1 messages that wait for a tick"

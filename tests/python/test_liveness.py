@@ -19,8 +19,8 @@ import pytest
 from click.testing import CliRunner
 
 import pgque
-from pgque import _liveness
 from pgque.cli import main
+from pgque.runtime import liveness as _liveness
 from support import threads
 
 Tick = Callable[[str], int | None]

@@ -24,8 +24,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 from psycopg import conninfo
 
 import pgque
-from pgque import exporter, monitoring
+from pgque import exporter
 from pgque.cli import main
+from pgque.ops import monitoring
 from sql.helpers import move_clock
 from support.processes import ended
 

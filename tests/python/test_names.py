@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 import pgque
-from pgque._renamed import Renamed
+from pgque.client.renamed import Renamed
 
 Tick = Callable[[str], int | None]
 Connection = psycopg.Connection[tuple[Any, ...]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -17,8 +18,8 @@ from typing import Any
 import pytest
 
 import pgque
-from pgque import monitoring
-from pgque.install import sql_text
+from pgque.ops import monitoring
+from pgque.ops.install import sql_text
 
 ROOT = Path(__file__).resolve().parents[2]
 THROUGH = "pgque-0.8.0.sql.xz"
@@ -30,9 +31,9 @@ def test_the_packaged_sql_is_the_installable_file() -> None:
 
 
 def test_the_sql_files_are_relative_links_in_the_repository() -> None:
-    folder = ROOT / "python" / "src" / "pgque"
-    assert str((folder / "pgque.sql").readlink()) == "../../../sql/pgque.sql"
-    assert str((folder / THROUGH).readlink()) == f"../../../tests/sql/previous/{THROUGH}"
+    folder = ROOT / "python" / "src" / "pgque" / "ops"
+    assert str((folder / "pgque.sql").readlink()) == "../../../../sql/pgque.sql"
+    assert str((folder / THROUGH).readlink()) == f"../../../../tests/sql/previous/{THROUGH}"
 
 
 def test_the_sql_and_the_package_have_one_version() -> None:
@@ -57,11 +58,11 @@ def test_importing_the_package_loads_neither_the_command_nor_the_server_launcher
         "rich",
         "pgque.cli",
         "pgque.demo",
-        "pgque.embedded",
+        "pgque.ops.embedded",
         "multiprocessing",
         "pgque.asgi",
         "django",
-        "pgque.exporter",
+        "pgque.ops.exporter",
         "prometheus_client",
         "opentelemetry",
         "pgque.top",
@@ -72,6 +73,50 @@ def test_importing_the_package_loads_neither_the_command_nor_the_server_launcher
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_an_earlier_module_path_is_a_second_name_of_the_module_of_today() -> None:
+    code = """
+import json, sys, warnings
+from importlib import import_module
+from pgque.earlier import EARLIER
+warnings.simplefilter("always")
+told = {}
+for name, new in EARLIER.items():
+    with warnings.catch_warnings(record=True) as caught:
+        earlier = import_module(f"pgque.{name}")
+    told[name] = [str(w.message) for w in caught if w.category is DeprecationWarning]
+    assert earlier is import_module(f"pgque.{new}") is getattr(sys.modules["pgque"], name)
+    assert earlier.__spec__.name == earlier.__name__ == f"pgque.{new}"
+print(json.dumps(told))
+"""
+    told = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert {name for name, warned in told.items() if not warned} == {"embedded", "exporter"}
+    assert told["workers"] == ["the module pgque.workers is now pgque.twins.workers"]
+
+
+def test_the_client_and_the_command_are_found_where_they_were_before_these_were_folders() -> None:
+    code = """
+import sys, pgque.client, pgque.cli
+assert not {"psycopg", "click"} & set(sys.modules)
+from pgque.client import PgqueClient, connect
+assert (PgqueClient, connect) == (pgque.PgqueClient, pgque.connect)
+from pgque.cli import main
+main(["--version"])
+"""
+    told = subprocess.check_output([sys.executable, "-W", "error", "-c", code], text=True)
+    assert told == f"pgque, version {pgque.__version__}\n"
+
+
+def test_the_top_of_the_package_is_short_and_a_generated_module_lies_in_the_folder_of_twins() -> None:
+    folder = SOURCE / "pgque"
+    entries = {path.name for path in folder.iterdir() if path.name != "__pycache__"}
+    assert len(entries) <= 26, sorted(entries)
+    assert {name for name in entries if name.startswith("_")} == {"__init__.py", "_version.py"}
+    generated = {path for path in folder.rglob("*.py") if path.read_text().startswith("# Generated from ")}
+    assert generated == {path for path in folder.joinpath("twins").iterdir() if path.suffix == ".py"} - {
+        folder / "twins" / "__init__.py"
+    }
 
 
 def test_every_extra_that_the_code_names_exists() -> None:
@@ -125,10 +170,10 @@ def test_no_module_imports_one_that_imports_it_wherever_the_import_stands() -> N
         name: _imported(name, path.read_text(), set(modules), is_package=path.name == "__init__.py")
         for name, path in modules.items()
     }
-    assert {"pgque.consumer", "pgque.demo.servers", "pgque.spark.source"} <= imports.keys()
-    assert "pgque.client" in imports["pgque.consumer"]
-    assert "pgque._processes" in imports["pgque._concurrency"]  # in a function
-    assert "pgque.demo" in imports["pgque.cli"]
+    assert {"pgque.twins.consumer", "pgque.demo.servers", "pgque.spark.source"} <= imports.keys()
+    assert "pgque.twins.client" in imports["pgque.twins.consumer"]
+    assert "pgque.runtime.processes" in imports["pgque.runtime.concurrency"]  # in a function
+    assert "pgque.demo" in imports["pgque.cli.program"]
     assert _import_cycle(imports) == []
 
 
@@ -172,10 +217,11 @@ def test_a_built_wheel_holds_the_sql_itself(way: str, tmp_path: Path) -> None:
     _done("pip", "wheel", "-q", "--no-deps", "-w", tmp_path, source)
     [wheel] = tmp_path.glob("pgque-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert archive.read("pgque/pgque.sql") == (ROOT / "sql" / "pgque.sql").read_bytes()
+        assert archive.read("pgque/ops/pgque.sql") == (ROOT / "sql" / "pgque.sql").read_bytes()
         assert (
-            archive.read(f"pgque/{THROUGH}") == (ROOT / "tests" / "sql" / "previous" / THROUGH).read_bytes()
+            archive.read(f"pgque/ops/{THROUGH}")
+            == (ROOT / "tests" / "sql" / "previous" / THROUGH).read_bytes()
         )
         assert "pgque/py.typed" in archive.namelist()
         for name in ("figures.sql", *monitoring.FILES):
-            assert archive.read(f"pgque/monitoring/{name}").decode() == monitoring.text(name)
+            assert archive.read(f"pgque/ops/monitoring/{name}").decode() == monitoring.text(name)

@@ -36,8 +36,8 @@ from typing_extensions import TypedDict
 
 import pgque
 from pgque import Message
-from pgque._convert import converter
-from pgque._json import as_json
+from pgque.codec.convert import converter
+from pgque.codec.json import as_json
 
 if TYPE_CHECKING:
     from collections import OrderedDict as OnlyForTypeCheckers
@@ -541,7 +541,7 @@ def test_a_bad_setting_of_bad_payload_is_refused(dsn: str) -> None:
 
 
 def _message(payload: str | None, decoder: Callable[[Message], object] | None = None) -> Message:
-    from pgque._payloads import message_maker
+    from pgque.codec.payloads import message_maker
 
     make: Callable[..., Message] = Message
     return message_maker(make, decoder)(7, 1, "t", payload)
@@ -1171,7 +1171,7 @@ def _python(code: str) -> str:
 TYPED = """
 import sys, pgque
 from dataclasses import dataclass
-from pgque._json import as_json
+from pgque.codec.json import as_json
 
 @dataclass
 class Item:

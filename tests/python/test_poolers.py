@@ -29,8 +29,9 @@ import pgque
 import pgque.alembic
 import pgque.django
 from conftest import Role
-from pgque import errors, ticker
-from pgque.exporter import Exporter
+from pgque import errors
+from pgque.ops import ticker
+from pgque.ops.exporter import Exporter
 from pgque.top.source import Source
 from pgque.web.config import Database
 from pgque.web.database import log_in
@@ -475,7 +476,7 @@ def _ticker(
 
 @program
 def _exporter(bouncer: str, monkeypatch: pytest.MonkeyPatch, **_: Any) -> None:
-    monkeypatch.setattr("pgque.exporter._PING_AGE", -1.0)
+    monkeypatch.setattr("pgque.ops.exporter._PING_AGE", -1.0)
     exporter = Exporter(bouncer, max_age=0, max_share=1)
     for _number in range(RUNS):
         exporter.check()

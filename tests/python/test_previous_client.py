@@ -21,8 +21,8 @@ import psycopg
 import pytest
 
 import pgque
-from pgque.install import install
-from pgque.ticker import run_ticker
+from pgque.ops.install import install
+from pgque.ops.ticker import run_ticker
 from sql.helpers import Connection, column, value
 from sql.test_install import install_earlier
 from support import servers

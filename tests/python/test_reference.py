@@ -210,7 +210,7 @@ def test_pages_and_programs_call_documented_names(dsn: str) -> None:
         if name in earlier
     }
     # The client's method of this name, which no other function can serve
-    assert calls == {("client.py", "set_visibility"), ("client_async.py", "set_visibility")}
+    assert calls == {("client.py", "set_visibility")}
 
 
 def test_every_setting_is_in_the_reference(dsn: str) -> None:

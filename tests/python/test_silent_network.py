@@ -19,7 +19,9 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 import pgque
-from pgque import _encode, exporter, ticker
+from pgque import exporter
+from pgque.codec import encode as _encode
+from pgque.ops import ticker
 from support.processes import ended
 from support.silent import SilentPath, silent_path
 from support.threads import running
@@ -34,7 +36,8 @@ LIMIT = 1.5
 PROGRAM = """
 import asyncio, sys, threading, time
 import pgque
-from pgque import _listen, _listen_async
+from pgque.runtime import listen as _listen_async
+from pgque.twins import listen as _listen
 
 kind, dsn, queue, use, limit = sys.argv[1:]
 options = {}

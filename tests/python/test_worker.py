@@ -23,7 +23,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgque
-from pgque import _concurrency
+from pgque.runtime import concurrency as _concurrency
 from support import threads
 
 Tick = Callable[[str], int | None]

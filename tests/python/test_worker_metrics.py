@@ -20,7 +20,7 @@ from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricR
 from prometheus_client import CollectorRegistry
 
 import pgque
-from pgque import _telemetry
+from pgque.integrations import telemetry as _telemetry
 from support.processes import ended, own_folder
 
 Tick = Callable[[str], int | None]

@@ -12,7 +12,8 @@ import psycopg
 import pytest
 
 import pgque
-from pgque import workers, workers_async
+from pgque.runtime import workers as workers_async
+from pgque.twins import workers
 from support import threads
 
 Tick = Callable[[str], int | None]

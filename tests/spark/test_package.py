@@ -83,7 +83,7 @@ def test_a_process_that_connects_to_no_server_imports_neither_psycopg_nor_a_clie
     # Spark starts a process for most steps of a query, and gives it ten seconds.
     code = """
 import sys, pyspark_pgque
-print(pyspark_pgque.DefaultSource.__module__, {"psycopg", "pgque.client", "pyarrow"} & set(sys.modules))
+print(pyspark_pgque.DefaultSource.__module__, {"psycopg", "pgque.client", "pgque.twins", "pyarrow"} & set(sys.modules))
 """
     assert python(code, ("numpy",)) == "pgque.spark.datasource set()\n"
 

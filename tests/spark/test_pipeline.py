@@ -18,7 +18,7 @@ import pytest
 from pgque import PgqueClient
 from pgque.demo.pipeline import TABLES, records
 from pgque.demo.pipeline.report import checks
-from pgque.install import install
+from pgque.ops.install import install
 
 
 def _run(tmp_path: Path, *arguments: str, timeout: float = 400, **env: str) -> tuple[int, str, Path]:

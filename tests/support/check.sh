@@ -21,7 +21,7 @@ assembled()   { # and the manifest names every part
   diff <(cd sql/parts && find . -name '*.sql' | sed 's/^..//' | sort) <(sort sql/parts/manifest) \
     && (cd sql/parts && xargs cat < manifest) | diff -u sql/pgque.sql - | head -n 40
 }
-shipped()     { cmp sql/pgque.sql python/src/pgque/pgque.sql; }
+shipped()     { cmp sql/pgque.sql python/src/pgque/ops/pgque.sql; }
 one_version() { # the control file, the SQL file and the Python package name one version
   local control python
   control=$(sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" sql/pgque.control)
@@ -73,7 +73,7 @@ step "sync Python is generated from async" sync
 step "python/SPARK.md has the options" options
 step "codespell, proselint" "$bin/python" -m support.proofread
 step "ruff check" "$bin/ruff" check --quiet python tests
-step "ruff format" "$bin/ruff" format --check --quiet --exclude '*.md' --exclude client.py --exclude consumer.py python tests
+step "ruff format" "$bin/ruff" format --check --quiet --exclude '*.md' --exclude twins python tests
 step "mypy --strict, package" "$bin/mypy" --config-file python/pyproject.toml --no-error-summary python/src
 step "mypy --strict, tests" "$bin/mypy" --config-file "$here/mypy.ini" --no-error-summary tests
 step "mypy --strict, python/docs/payloads.md" page_types python/docs/payloads.md

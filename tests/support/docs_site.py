@@ -17,7 +17,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import pgque
-from pgque._encode import FLOOR, _numbers
+from pgque.codec.encode import FLOOR, _numbers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INDEX = "python/docs/README.md"

@@ -36,7 +36,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from pgque import embedded
-from pgque.ticker import run_ticker
+from pgque.ops.ticker import run_ticker
 
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = frozenset({"sql", "sh", "python"})

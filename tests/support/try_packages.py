@@ -42,7 +42,7 @@ USE = """
 import sys
 import pgque
 from pgque import embedded
-from pgque.install import install
+from pgque.ops.install import install
 with embedded.start() as server:
     install(server.dsn)
     client = pgque.connect(server.dsn, autocommit=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pgque._cli import is_loopback
 from pgque.cli import main
+from pgque.cli.common import is_loopback
 from support.pages import served
 
 

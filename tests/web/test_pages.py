@@ -12,8 +12,8 @@ import psycopg
 import pytest
 
 from conftest import Queues, Role, Roles
-from pgque._limit import LimitedConnection
-from pgque._units import NOTHING
+from pgque.client.limit import LimitedConnection
+from pgque.ops.units import NOTHING
 from pgque.web import overview
 from pgque.web.config import Config, databases
 from pgque.web.look import advice, detail

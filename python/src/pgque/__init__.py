@@ -9,18 +9,10 @@ pgque.send(session, "orders", {"id": 1})  # in the transaction of a connection o
 from typing import TYPE_CHECKING
 
 from ._version import __version__
+from .earlier import EARLIER
 
 if TYPE_CHECKING:
-    from ._otel import enable_opentelemetry
-    from ._prometheus import enable_prometheus
-    from ._stopper import HandlerInterrupted
-    from ._tasks import Task
-    from .calls import ack, nack, receive, send, send_batch
-    from .calls_async import ack_async, nack_async, receive_async, send_async, send_batch_async
-    from .client import PgqueClient, connect
-    from .client_async import AsyncPgqueClient, connect_async
-    from .consumer import Consumer
-    from .consumer_async import AsyncConsumer
+    from .client.client import AsyncPgqueClient, connect_async
     from .errors import (
         PgqueBadArgument,
         PgqueBatchNotFound,
@@ -44,7 +36,20 @@ if TYPE_CHECKING:
         PgqueTickNotFound,
         PgqueVersionError,
     )
+    from .integrations.opentelemetry import enable_opentelemetry
+    from .integrations.prometheus import enable_prometheus
+    from .ops import embedded as embedded
+    from .ops import exporter as exporter
     from .outcomes import Dead, HandlerOutcome, Outcomes, Release, Retry
+    from .runtime.consumer import AsyncConsumer
+    from .runtime.stopper import HandlerInterrupted
+    from .runtime.tasks import Task
+    from .runtime.workers import AsyncWorker, AsyncWorkMessage, AsyncWorkQueue
+    from .transaction.calls import ack_async, nack_async, receive_async, send_async, send_batch_async
+    from .twins.calls import ack, nack, receive, send, send_batch
+    from .twins.client import PgqueClient, connect
+    from .twins.consumer import Consumer
+    from .twins.workers import Worker, WorkMessage, WorkQueue
     from .types import (
         Action,
         ArchivedMessage,
@@ -72,20 +77,20 @@ if TYPE_CHECKING:
         StatusRow,
         WorkerInfo,
     )
-    from .workers import Worker, WorkMessage, WorkQueue
-    from .workers_async import AsyncWorker, AsyncWorkMessage, AsyncWorkQueue
 else:
     # Imported with the first use of a name, in this order: each of Spark's Python processes imports
     # pgque.spark, and with it this module, and most of them need neither a client nor psycopg.
     _MODULES = (
-        *("errors", "outcomes", "types", "_stopper", "_otel", "_prometheus", "client", "client_async"),
-        *("consumer", "consumer_async", "workers", "workers_async", "calls", "calls_async", "_tasks"),
+        *("errors", "outcomes", "types", "runtime.stopper"),
+        *("integrations.opentelemetry", "integrations.prometheus", "twins.client", "client.client"),
+        *("twins.consumer", "runtime.consumer", "twins.workers", "runtime.workers"),
+        *("twins.calls", "transaction.calls", "runtime.tasks"),
     )
 
     def __getattr__(name: str) -> object:
         from importlib import import_module
 
-        if name in _MODULES:
+        if name in ("client", "errors", "outcomes", "types", *EARLIER):
             return import_module(f"{__name__}.{name}")
         for module in _MODULES if name in __all__ else ():
             found = vars(import_module(f"{__name__}.{module}"))

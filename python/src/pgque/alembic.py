@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Protocol
 
-from . import _migrations
-from ._adapters import unprepared
 from .errors import PgqueBadArgument
-from .install import refuse_downgrade, sql_text
+from .ops import migrations as _migrations
+from .ops.install import refuse_downgrade, sql_text
+from .transaction.adapters import unprepared
 from .types import Setting
 
 

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, TypeAlias
 
-from .consumer_async import AsyncConsumer
-from .workers_async import AsyncWorker
+from .runtime.consumer import AsyncConsumer
+from .runtime.workers import AsyncWorker
 
 __all__ = ["Running", "lifespan", "running"]
 

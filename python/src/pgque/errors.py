@@ -217,7 +217,7 @@ def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     # Here, so that Spark's processes which open no connection do without psycopg
     import psycopg
 
-    from ._limit import NoAnswerError
+    from .client.limit import NoAnswerError
 
     diag = error.diag
     if isinstance(error, psycopg.DataError) and error.sqlstate is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from ._encode import interval
+from .codec.encode import interval
 from .errors import PgqueBadArgument, described
 from .types import Seconds
 

@@ -35,19 +35,20 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from . import _encode, embedded
-from ._batches import Batch, Item, MessageOutcome
-from ._concurrency import TaskPool, ThreadPool
-from ._decode import parse_json
-from ._runtime import Runtime
-from ._runtime_async import AsyncRuntime
-from ._tasks import Task
-from .client import PgqueClient
+from .codec import encode
+from .codec.decode import parse_json
 from .errors import PgqueBadArgument
-from .install import install
+from .ops import embedded
+from .ops.install import install
+from .runtime.batches import Batch, Item, MessageOutcome
+from .runtime.concurrency import TaskPool, ThreadPool
+from .runtime.runtime import AsyncRuntime
+from .runtime.tasks import Task
+from .runtime.workers import AsyncWorker
+from .twins.client import PgqueClient
+from .twins.runtime import Runtime
+from .twins.workers import Worker
 from .types import ArchivedMessage, DeadLetter, Event, Message, Payload, QueuedMessage
-from .workers import Worker
-from .workers_async import AsyncWorker
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -332,7 +333,7 @@ def _prepared(
 
 def _worker_of(handler: Callable[..., object], is_one: bool, transactional: bool) -> Runtime | AsyncRuntime:
     """Return the worker of a task, or one that has a function as its only handler."""
-    if isinstance(handler, Task):
+    if isinstance(handler, Task) and isinstance(handler._worker, (Runtime, AsyncRuntime)):
         return handler._worker
     made = AsyncWorker if inspect.iscoroutinefunction(handler) else Worker
     worker: Any = made(queue="test", consumer="test", transactional=transactional)
@@ -345,8 +346,8 @@ def _message(
     worker: Runtime | AsyncRuntime, number: int, type: str, payload: Payload, options: CallOptions
 ) -> Message:
     """Return a message as it would be received."""
-    encoded, _ = _encode.payload_and_cast(payload, worker.encoder)
-    headers = _encode.headers_json(Event(type, None, options.get("headers")), worker.encoder)
+    encoded, _ = encode.payload_and_cast(payload, worker.encoder)
+    headers = encode.headers_json(Event(type, None, options.get("headers")), worker.encoder)
     retry_count = options.get("retry_count", 0)
     columns: dict[str, object] = {
         "msg_id": number,

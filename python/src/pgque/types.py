@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Generic, TypeAlias, cast, overload
 
-from . import _convert
-from ._decode import parse_json
+from .codec import convert as _convert
+from .codec.decode import parse_json
 from .errors import PgquePayloadError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from ..calls import send_batch
+from ..twins.calls import send_batch
 from ..types import Event
 
 # The messages that a block published, by queue and type; with their transports.

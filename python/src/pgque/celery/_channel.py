@@ -14,7 +14,6 @@ from kombu.exceptions import ChannelError
 from kombu.transport import virtual
 from kombu.utils.uuid import uuid
 
-from ..client import PgqueClient
 from ..errors import (
     PgqueBadArgument,
     PgqueConsumerNotFound,
@@ -23,6 +22,7 @@ from ..errors import (
     PgqueQueueNotFound,
     one_line,
 )
+from ..twins.client import PgqueClient
 from ..types import Event
 from . import _bulk
 from ._receiver import Receiver

@@ -21,17 +21,18 @@ from typing import NamedTuple
 import psycopg
 from psycopg import sql
 
-from .. import _batches, _encode
-from .._batches import ACK, RELEASE, Batch, MessageOutcome
-from .._connection import Progress, keep_connected, open_client
-from .._exchange import report_and_receive
-from .._leases import Heartbeat, kept
-from .._listen import listen, queue_of
-from .._sources import Source, Sources
-from .._statements import MAX_BYTES
-from .._stopper import Stopper
-from ..client import PgqueClient
+from ..client.statements import MAX_BYTES
+from ..codec import encode as _encode
 from ..errors import PgqueError, PgqueTickNotFound, from_psycopg, one_line
+from ..runtime import batches as _batches
+from ..runtime.batches import ACK, RELEASE, Batch, MessageOutcome
+from ..runtime.leases import Heartbeat, kept
+from ..runtime.sources import Source, Sources
+from ..runtime.stopper import Stopper
+from ..twins.client import PgqueClient
+from ..twins.connection import Progress, keep_connected, open_client
+from ..twins.exchange import report_and_receive
+from ..twins.listen import listen, queue_of
 from ..types import Message
 from ._options import Options
 from ._wire import Raw, raw_of

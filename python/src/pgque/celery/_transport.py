@@ -13,9 +13,9 @@ import psycopg
 from kombu.transport import virtual
 from kombu.transport.virtual.exchange import STANDARD_EXCHANGE_TYPES
 
-from .._connection import open_client
-from ..client import PgqueClient
 from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError
+from ..twins.client import PgqueClient
+from ..twins.connection import open_client
 from ._channel import Channel
 from ._options import Options, dsn_of, without_password
 from ._receiver import Log, Receiver

@@ -20,11 +20,11 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 from rich.console import Console
 
-from .._cli import line_width, plain_console, visible
-from ..client import PgqueClient, connect
-from ..embedded import EmbeddedServerError
+from ..cli.common import line_width, plain_console, visible
 from ..errors import PgqueError, PgqueQueueNotFound
-from ..install import install
+from ..ops.embedded import EmbeddedServerError
+from ..ops.install import install
+from ..twins.client import PgqueClient, connect
 from .files import good_lines, library_messages
 from .page import Page
 from .report import Counts, Display, dead_letters, farewell, report, tuples

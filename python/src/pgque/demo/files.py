@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from .._cli import visible
+from ..cli.common import visible
 
 _BROKEN = {
     "never_closed.py": b"def f(:\n    return (1,\n",

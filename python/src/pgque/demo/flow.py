@@ -19,7 +19,7 @@ from pathlib import Path
 from psycopg.conninfo import make_conninfo
 from rich.console import Console
 
-from ..client import connect
+from ..twins.client import connect
 from .files import good_lines, library_messages
 from .signals import clean_ends
 from .work import QUEUE, compile_worker, size_worker

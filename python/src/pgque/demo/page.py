@@ -13,7 +13,7 @@ from types import TracebackType
 from psycopg import sql
 from rich.console import Console
 
-from ..client import connect
+from ..twins.client import connect
 from .servers import Place, end
 
 ROLE = "pgque_demo"

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .._cli import visible
-from ..client import PgqueClient
+from ..cli.common import visible
+from ..twins.client import PgqueClient
 from ..types import DeadLetter
 from .page import Page
 from .servers import Driver, Place

@@ -16,10 +16,10 @@ from types import TracebackType
 import psycopg
 from rich.console import Console
 
-from .. import embedded
-from .._cli import visible
-from ..client import PgqueClient, connect
+from ..cli.common import visible
 from ..errors import PgqueError, PgqueNoScheduler
+from ..ops import embedded
+from ..twins.client import PgqueClient, connect
 
 STARTED = 90.0  # seconds to wait for the ticker
 IMAGE = "pgque"

@@ -9,9 +9,9 @@ from pathlib import Path
 import psycopg
 from psycopg.conninfo import make_conninfo
 
-from ..consumer import Consumer
+from ..twins.consumer import Consumer
+from ..twins.workers import Worker
 from ..types import Message
-from ..workers import Worker
 
 QUEUE = "pgque_demo"
 COMPILER = "compile"

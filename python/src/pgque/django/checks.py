@@ -9,7 +9,7 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Warning
 from django.db import DatabaseError, connections
 
-from .._adapters import unprepared
+from ..transaction.adapters import unprepared
 
 
 def check_databases(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:

@@ -9,10 +9,10 @@ from typing import Any
 from django.db import router
 from django.db.migrations.operations import RunSQL
 
-from .. import _migrations
-from .._adapters import unprepared
 from ..errors import PgqueBadArgument
-from ..install import refuse_downgrade, sql_text
+from ..ops import migrations as _migrations
+from ..ops.install import refuse_downgrade, sql_text
+from ..transaction.adapters import unprepared
 from ..types import Setting
 
 

@@ -28,8 +28,8 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 from psycopg.conninfo import make_conninfo
 
-from ..calls import send
 from ..outcomes import Dead, HandlerOutcome
+from ..twins.calls import send
 from ..types import Message
 
 

@@ -170,7 +170,7 @@ def dsn(connection: Mapping[str, str], name: str) -> str:
     """Return libpq's connection string of a session that appears under `name` in pg_stat_activity."""
     from psycopg.conninfo import make_conninfo
 
-    from .._dsn import with_keepalives
+    from ..client.dsn import with_keepalives
 
     with errors():
         given = make_conninfo("", **parameters(connection))
@@ -258,7 +258,7 @@ def is_lost(error: BaseException) -> bool:
 
 def leads_to_server(connection: Mapping[str, str], name: str) -> bool:
     """Return whether the options lead directly to the server, with no pooler between."""
-    from .._direct import ANSWERS, is_direct
+    from ..client.direct import ANSWERS, is_direct
 
     with connect(connection, name, autocommit=True) as conn:
         row = conn.execute(f"select {ANSWERS}".encode()).fetchone()

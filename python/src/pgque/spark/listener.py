@@ -181,9 +181,9 @@ def _collector(seen: Mapping[str, list[_Seen]]) -> Any:
     try:
         from prometheus_client.registry import Collector
 
-        from ..exporter import _family
+        from ..ops.exporter import _family
     except ImportError as error:
-        from .._prometheus import _MISSING
+        from ..integrations.prometheus import _MISSING
 
         raise ImportError(_MISSING) from error
 

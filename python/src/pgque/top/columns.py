@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
-from .._cli import visible
-from .._overview import STATES, Figures
-from .._units import number, span
+from ..cli.common import visible
+from ..ops.overview import STATES, Figures
+from ..ops.units import number, span
 
 
 @dataclass(frozen=True, slots=True)

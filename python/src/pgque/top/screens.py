@@ -13,11 +13,11 @@ from textual.coordinate import Coordinate
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Input, Static
 
-from .._cli import visible
-from .._overview import Figures, Row
-from .._units import NOTHING, number, span
-from ..cli_health import advice
+from ..cli.common import visible
+from ..cli.health import advice
 from ..errors import PgqueError, one_line
+from ..ops.overview import Figures, Row
+from ..ops.units import NOTHING, number, span
 from .columns import COLUMNS, Column, cells, count, ordered
 from .state import State, plural
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 import psycopg
 from psycopg.rows import dict_row
 
-from .._connection_async import open_client
-from .._overview import (
+from ..client.client import AsyncPgqueClient
+from ..client.connection import open_client
+from ..errors import PgqueConnectionError, PgqueError, from_psycopg
+from ..ops.overview import (
     METRICS_ASKED,
     METRICS_QUERY,
     MOST,
@@ -33,8 +35,6 @@ from .._overview import (
     add_problems,
     figures,
 )
-from ..client_async import AsyncPgqueClient
-from ..errors import PgqueConnectionError, PgqueError, from_psycopg
 
 if TYPE_CHECKING:
     from typing_extensions import LiteralString

@@ -7,10 +7,10 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 
-from .._backoff import pauses
-from .._overview import PAUSE, Figures
-from .._units import number
+from ..client.backoff import pauses
 from ..errors import PgqueError, one_line
+from ..ops.overview import PAUSE, Figures
+from ..ops.units import number
 from .source import Opened, Overview, Source
 
 MAX_PAUSE = 5.0  # seconds between two attempts to connect again

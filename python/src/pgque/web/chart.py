@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from .._units import span
+from ..ops.units import span
 from .page import Page
 
 HOURS = 3

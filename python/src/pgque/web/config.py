@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from .._dsn import given_or_default
+from ..client.dsn import given_or_default
 from ..errors import PgqueBadArgument
 
 

@@ -13,8 +13,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import DictRow, dict_row
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from .._dsn import with_keepalives
-from .._limit import COMMAND_TIMEOUT, LimitedConnection, within
+from ..client.dsn import with_keepalives
+from ..client.limit import COMMAND_TIMEOUT, LimitedConnection, within
 from ..errors import PgqueConnectionError
 from .config import Database
 

@@ -11,13 +11,13 @@ from psycopg.conninfo import make_conninfo
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from .._cli import is_loopback
-from .._dsn import with_keepalives
+from ..cli.common import is_loopback
+from ..client.dsn import with_keepalives
 from .config import Config, Database
 from .samples import Samples
 
 if TYPE_CHECKING:
-    from ..exporter import Exporter
+    from ..ops.exporter import Exporter
 
 PING_KEPT = 2.0  # seconds for which one look at a server answers all
 PING_TIMEOUT = 3  # seconds
@@ -54,7 +54,7 @@ class Figures:
         if database is None:
             return PlainTextResponse("no such database\n", status_code=404)
         try:
-            from ..exporter import CONTENT_TYPE, Exporter
+            from ..ops.exporter import CONTENT_TYPE, Exporter
         except ImportError:
             return PlainTextResponse(
                 "prometheus-client is missing: pip install './python[web]'\n", status_code=501

@@ -10,8 +10,8 @@ from datetime import datetime, timedelta, timezone
 
 from markupsafe import Markup, escape
 
-from .._cli import visible
-from .._units import NOTHING, number, size, span
+from ..cli.common import visible
+from ..ops.units import NOTHING, number, size, span
 
 SHORT = 120  # characters of a text in a table
 MOST_SHOWN = 200_000  # characters, or bytes, of a payload on its page

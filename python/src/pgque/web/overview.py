@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from .._overview import (
+from ..errors import PgqueError, PgquePermissionDenied, PgqueQueueNotFound
+from ..ops.overview import (
     METRICS,
     METRICS_ASKED,
     METRICS_QUERY,
@@ -28,7 +29,6 @@ from .._overview import (
     counts,
     figures,
 )
-from ..errors import PgqueError, PgquePermissionDenied, PgqueQueueNotFound
 from . import chart
 from .database import Parameters
 from .page import Page, Row

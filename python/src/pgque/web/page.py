@@ -13,8 +13,8 @@ import psycopg
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from .._overview import ROLE_QUERY
 from ..errors import PgqueBadArgument, PgqueError, PgquePermissionDenied, from_psycopg
+from ..ops.overview import ROLE_QUERY
 from .database import Connection, Parameters
 from .sessions import Session
 from .shared import Shared

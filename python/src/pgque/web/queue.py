@@ -9,8 +9,8 @@ from uuid import UUID
 
 from starlette.responses import Response
 
-from .._overview import MOST_READERS, READERS_QUERY, WORKERS_QUERY
 from ..errors import PgqueBadArgument, PgqueBatchNotFound
+from ..ops.overview import MOST_READERS, READERS_QUERY, WORKERS_QUERY
 from . import chart, overview
 from .page import Page, Row
 

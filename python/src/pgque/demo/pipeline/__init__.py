@@ -20,11 +20,11 @@ import psycopg
 from psycopg import sql
 from rich.console import Console
 
-from ..._cli import line_width, plain_console, visible
-from ...client import PgqueClient, connect
-from ...embedded import EmbeddedServerError
+from ...cli.common import line_width, plain_console, visible
 from ...errors import PgqueError
-from ...install import install
+from ...ops.embedded import EmbeddedServerError
+from ...ops.install import install
+from ...twins.client import PgqueClient, connect
 from ..report import tuples
 from ..servers import Driver, Place, find_place
 from ..signals import clean_ends

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..._cli import visible
-from ...client import PgqueClient
+from ...cli.common import visible
+from ...twins.client import PgqueClient
 from ..report import tuples
 from . import records
 from .processes import MicroBatch

@@ -8,8 +8,8 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from ....errors import PgqueConsumerNotFound, PgqueError, PgqueQueueNotFound, PgqueVersionError
+from ....twins.workers import Worker
 from ....types import Message
-from ....workers import Worker
 
 
 class Command(BaseCommand):

@@ -1,0 +1,5 @@
+"""python -m pgque.cli: the command `pgque`."""
+
+from .program import main
+
+main()

@@ -1,0 +1,42 @@
+"""Connection strings: where they come from, and what long-lived connections add."""
+
+from __future__ import annotations
+
+import os
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from ..errors import PgqueBadArgument
+
+# So that a connection which silently died is noticed within half a minute and not after hours.
+_KEEPALIVES = {
+    "connect_timeout": "10",
+    "keepalives_idle": "15",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+
+
+def given_or_default(dsn: str) -> str:
+    """Return a connection string, or if it is empty that of the variable PGQUE_DSN."""
+    return dsn or os.environ.get("PGQUE_DSN", "")
+
+
+def with_keepalives(dsn: str, application_name: str | None = None) -> str:
+    """Return a connection string that notices a dead network, and may have a name; what `dsn` says stays.
+
+    Raises PgqueBadArgument when it is not a connection string.
+    """
+    dsn = given_or_default(dsn)
+    try:
+        given = conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError as error:
+        raise PgqueBadArgument(f"not a connection string: {error}") from error
+    added = {key: value for key, value in _KEEPALIVES.items() if key not in given}
+    if "PGCONNECT_TIMEOUT" in os.environ:
+        added.pop("connect_timeout", None)
+    if application_name is not None:
+        added["fallback_application_name"] = application_name[:63]
+    return make_conninfo(dsn, **added)
