@@ -161,7 +161,8 @@ class AsyncRuntime:
             raise ValueError("max_bytes must be at least 1")
         if poll_interval <= 0:
             raise ValueError("poll_interval must be more than 0 seconds")
-        timeout_of(handler_timeout, "handler_timeout")
+        limit = timeout_of(handler_timeout, "handler_timeout")
+        self._general_limit = _LONG * lease_seconds if limit is None else limit
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
@@ -779,11 +780,12 @@ class AsyncRuntime:
     def _end_overdue(self) -> None:
         """Reject the messages whose handlers run for too long. Without a limit, log those that run for many
         leases, once."""
-        for running in list(self._running):
+        began = time.monotonic() - min(self._handlers.shortest_timeout, self._general_limit)
+        for running in [each for each in self._running.copy() if each.since < began and not each.is_logged]:
             message = running.messages[0]
             limit, name = self._limit(message)
             seconds = time.monotonic() - running.since
-            if seconds <= limit or running.is_logged:
+            if seconds <= limit:
                 continue
             where = f"the handler of message {message.msg_id}, type {message.type!r}, queue {message.queue},"
             if name is None:
@@ -843,9 +845,7 @@ class AsyncRuntime:
         own = self._handlers.options(message).timeout
         if own is not None:
             return own, "timeout"
-        if self.handler_timeout is not None:
-            return _encode.total_seconds(self.handler_timeout), "handler_timeout"
-        return _LONG * self._lease_seconds, None
+        return self._general_limit, None if self.handler_timeout is None else "handler_timeout"
 
     def _collect(self) -> None:
         """Record the outcomes of handlers in their batches, and set the size of the next ones by how long
@@ -934,7 +934,7 @@ class AsyncRuntime:
             else:
                 running = self._start(item)
                 with _telemetry.handling(messages, self.consumer):
-                    outcomes = await self._call(handler, messages, *more)
+                    outcomes = self._outcomes(handler, messages, await self._called(handler, messages, *more))
         except BaseException as error:
             is_of_handler = isinstance(error, (Exception, SystemExit))
             if running is not None and (is_of_handler or not self._is_ending(running)):
@@ -957,17 +957,21 @@ class AsyncRuntime:
                     self._stopper.wake()  # to release them after a stop
                 self._wake_if_due()
 
-    async def _call(
-        self, handler: Registered, messages: Sequence[Message], *more: object
+    def _called(self, handler: Registered, messages: Sequence[Message], *more: object) -> Awaitable[object]:
+        """Call the handler of messages, with the hooks around it, and return what is to be awaited for what it
+        returned. Raises what the handler or a hook raises."""
+        if handler.options.size is None:
+            return self._middleware.call_async(handler.call, messages, messages[0], *more)
+        call = self._call_together
+        return self._middleware.call_async(call, messages, handler, messages, *more)
+
+    def _outcomes(
+        self, handler: Registered, messages: Sequence[Message], returned: object
     ) -> dict[int, MessageOutcome]:
-        """Call the handler of messages, with the hooks around it, and return their outcomes. Raises what the
-        handler or a hook raises."""
+        """Return the outcomes of messages, from what their handler returned."""
         if handler.options.size is None:
             message = messages[0]
-            returned = await self._middleware.call_async(handler.call, messages, message, *more)
             return {message.msg_id: self._outcome(message, returned)}
-        call = self._call_together
-        returned = await self._middleware.call_async(call, messages, handler, messages, *more)
         if isinstance(returned, Outcomes):
             ids = {message.msg_id for message in messages}
             if unknown := returned.keys() - ids:
