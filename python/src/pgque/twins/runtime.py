@@ -959,8 +959,8 @@ class Runtime:
                 self._wake_if_due()
 
     def _called(self, handler: Registered, messages: Sequence[Message], *more: object) -> object:
-        """Call the handler of messages, with the hooks around it, and return what is to be awaited for what it
-        returned. Raises what the handler or a hook raises."""
+        """Call the handler of messages, with the hooks around it, and return what its result is to be awaited
+        of. Raises what the handler or a hook raises."""
         if handler.options.size is None:
             return self._middleware.call(handler.call, messages, messages[0], *more)
         call = self._call_together
