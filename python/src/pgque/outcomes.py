@@ -49,16 +49,16 @@ class Retry(HandlerOutcome):
     """
 
     def __init__(self, after: Seconds | None = None, reason: object = None) -> None:
-        self.reason = reason_of(reason)
+        self.reason: str | None = reason_of(reason)
         super().__init__(self.reason or "")
-        self.after = retry_interval(after)
+        self.after: timedelta | None = retry_interval(after)
 
 
 class Dead(HandlerOutcome):
     """Give the message up, without more retries. The reason may be an error."""
 
     def __init__(self, reason: object = None) -> None:
-        self.reason = reason_of(reason)
+        self.reason: str | None = reason_of(reason)
         super().__init__(self.reason or "")
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -132,7 +132,7 @@ class AsyncPgqueClient:
         try:
             conn = await AsyncLimitedConnection.connect(
                 with_keepalives(dsn),
-                autocommit=autocommit,
+                autocommit=True,
                 row_factory=tuple_row,
                 prepare_threshold=None,
             )
@@ -144,18 +144,24 @@ class AsyncPgqueClient:
         client._command_timeout = command_timeout
         try:
             await client._ensure_version()
+            if client._is_direct:
+                conn.prepare_threshold = prepare_threshold()
+                with client._limited():
+                    await conn.end_with_client()
+            await conn.set_autocommit(autocommit)
+        except psycopg.Error as error:
+            await conn.close()
+            raise from_psycopg(error) from error
         except BaseException:
             await conn.close()
             raise
-        if client._is_direct:
-            conn.prepare_threshold = prepare_threshold()
         return client
 
     @classmethod
     @asynccontextmanager
     async def from_pool(
         cls,
-        pool: AsyncConnectionPool[AsyncConnection[T]],
+        pool: AsyncConnectionPool[Any],
         *,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
@@ -169,7 +175,7 @@ class AsyncPgqueClient:
             yield cls(conn, encoder=encoder, decoder=decoder)
 
     @property
-    def conn(self) -> AsyncConnection[object]:
+    def conn(self) -> AsyncConnection[Any]:
         """Return the psycopg connection, for your own statements, `commit()`, `rollback()` and
         `transaction()`."""
         return self._conn
@@ -953,7 +959,7 @@ class AsyncPgqueClient:
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo
         )
 
-    queue_info = Renamed(get_queue_info)
+    queue_info: Renamed[..., Any] = Renamed(get_queue_info)
 
     async def get_consumer_info(
         self, queue: str | None = None, consumer: str | None = None
@@ -971,7 +977,7 @@ class AsyncPgqueClient:
             ConsumerInfo,
         )
 
-    consumer_info = Renamed(get_consumer_info)
+    consumer_info: Renamed[..., Any] = Renamed(get_consumer_info)
 
     # -- recurring messages
     # --------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,12 +176,6 @@ class Handlers:
         """Return the options of the handler of a message."""
         found = self.of(message)
         return _NO_OPTIONS if found is None else found.options
-
-    @property
-    def shortest_timeout(self) -> float:
-        """Return the shortest time limit of a handler in seconds."""
-        own = [found.options.timeout for found in self._by_type.values()]
-        return min((timeout for timeout in own if timeout is not None), default=math.inf)
 
     @property
     def take_batches(self) -> bool:

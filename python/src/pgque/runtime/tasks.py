@@ -16,7 +16,6 @@ from ..types import Event, Seconds
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")

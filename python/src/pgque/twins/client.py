@@ -10,7 +10,7 @@ from collections.abc import Iterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -133,7 +133,7 @@ class PgqueClient:
         try:
             conn = LimitedConnection.connect(
                 with_keepalives(dsn),
-                autocommit=autocommit,
+                autocommit=True,
                 row_factory=tuple_row,
                 prepare_threshold=None,
             )
@@ -145,18 +145,24 @@ class PgqueClient:
         client._command_timeout = command_timeout
         try:
             client._ensure_version()
+            if client._is_direct:
+                conn.prepare_threshold = prepare_threshold()
+                with client._limited():
+                    conn.end_with_client()
+            conn.set_autocommit(autocommit)
+        except psycopg.Error as error:
+            conn.close()
+            raise from_psycopg(error) from error
         except BaseException:
             conn.close()
             raise
-        if client._is_direct:
-            conn.prepare_threshold = prepare_threshold()
         return client
 
     @classmethod
     @contextmanager
     def from_pool(
         cls,
-        pool: ConnectionPool[Connection[T]],
+        pool: ConnectionPool[Any],
         *,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
@@ -170,7 +176,7 @@ class PgqueClient:
             yield cls(conn, encoder=encoder, decoder=decoder)
 
     @property
-    def conn(self) -> Connection[object]:
+    def conn(self) -> Connection[Any]:
         """Return the psycopg connection, for your own statements, `commit()`, `rollback()` and
         `transaction()`."""
         return self._conn
@@ -954,7 +960,7 @@ class PgqueClient:
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo
         )
 
-    queue_info = Renamed(get_queue_info)
+    queue_info: Renamed[..., Any] = Renamed(get_queue_info)
 
     def get_consumer_info(
         self, queue: str | None = None, consumer: str | None = None
@@ -972,7 +978,7 @@ class PgqueClient:
             ConsumerInfo,
         )
 
-    consumer_info = Renamed(get_consumer_info)
+    consumer_info: Renamed[..., Any] = Renamed(get_consumer_info)
 
     # -- recurring messages
     # --------------------------------------------------------------------------------------------------
