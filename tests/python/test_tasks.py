@@ -416,6 +416,7 @@ def test_batches_are_handled_side_by_side(
     _send(client, pool, tick, *map(str, range(360)))
     run(worker, until_idle=True)
     assert sum(sizes) == 360 and len(sizes) == 3
+    assert client.list_messages(pool) == []  # and no letter of a handler that waited in vain
 
 
 def test_what_cannot_be_a_batch_handler_is_refused() -> None:
