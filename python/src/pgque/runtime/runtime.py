@@ -964,7 +964,7 @@ class AsyncRuntime:
                 running = self._start(item)
                 self._note_started(running, messages)
                 with _telemetry.handling(messages, self.consumer):
-                    outcomes = await self._call(handler, messages, *more)
+                    outcomes = self._outcomes(handler, messages, await self._called(handler, messages, *more))
         except BaseException as error:
             is_of_handler = isinstance(error, (Exception, SystemExit))
             if running is not None and (is_of_handler or not self._is_ending(running)):
@@ -987,17 +987,21 @@ class AsyncRuntime:
                     self._stopper.wake()  # to release them after a stop
                 self._wake_if_due()
 
-    async def _call(
-        self, handler: Registered, messages: Sequence[Message], *more: object
+    def _called(self, handler: Registered, messages: Sequence[Message], *more: object) -> Awaitable[object]:
+        """Call the handler of messages, with the hooks around it, and return what its result is to be awaited
+        of. Raises what the handler or a hook raises."""
+        if handler.options.size is None:
+            return self._middleware.call_async(handler.call, messages, messages[0], *more)
+        call = self._call_together
+        return self._middleware.call_async(call, messages, handler, messages, *more)
+
+    def _outcomes(
+        self, handler: Registered, messages: Sequence[Message], returned: object
     ) -> dict[int, MessageOutcome]:
-        """Call the handler of messages, with the hooks around it, and return their outcomes. Raises what the
-        handler or a hook raises."""
+        """Return the outcomes of messages, from what their handler returned."""
         if handler.options.size is None:
             message = messages[0]
-            returned = await self._middleware.call_async(handler.call, messages, message, *more)
             return {message.msg_id: self._outcome(message, returned)}
-        call = self._call_together
-        returned = await self._middleware.call_async(call, messages, handler, messages, *more)
         if isinstance(returned, Outcomes):
             ids = {message.msg_id for message in messages}
             if unknown := returned.keys() - ids:
