@@ -97,13 +97,13 @@ class Pgque(System):
     def set_up(self, *, notify: bool = False) -> None:
         self.clear()
         with PgqueClient.connect(self.dsn, autocommit=True) as client:
-            client.create_queue(QUEUE)
+            client.admin.create_queue(QUEUE)
             for consumer in self.consumers:
                 client.subscribe(QUEUE, consumer)
 
     def clear(self) -> None:
         with PgqueClient.connect(self.dsn, autocommit=True) as client, suppress(PgqueQueueNotFound):
-            client.drop_queue(QUEUE, force=True)
+            client.admin.drop_queue(QUEUE, force=True)
 
     def open(self) -> None:
         self.client = PgqueClient.connect(self.dsn, autocommit=True)

@@ -64,7 +64,7 @@ def main(dsn: str) -> None:
     with psycopg.connect(dsn) as conn:
         conn.execute("create table if not exists example_order (number int primary key, shipped bool)")
         client = pgque.PgqueClient(conn)
-        client.create_queue(QUEUE)
+        client.admin.create_queue(QUEUE)
         client.subscribe(QUEUE, "shipping")
         client.subscribe(QUEUE, "mails")
 

@@ -41,7 +41,7 @@ def main(dsn: str) -> None:
         client.conn.execute(
             "insert into example_order select n, array['new'] from generate_series(1, %s) n", [ORDERS]
         )
-        client.create_queue(QUEUE)
+        client.admin.create_queue(QUEUE)
         client.subscribe(QUEUE, "workers", keyed_order=True)
     with pgque.connect(dsn) as client:
         for state in STATES[1:]:

@@ -51,9 +51,9 @@ def client(dsn: str) -> Iterator[pgque.PgqueClient]:
 @pytest.fixture(scope="module")
 def queue(client: pgque.PgqueClient) -> Iterator[str]:
     """The name of the queue."""
-    client.create_queue("calls")
+    client.admin.create_queue("calls")
     yield "calls"
-    client.drop_queue("calls", force=True)
+    client.admin.drop_queue("calls", force=True)
 
 
 # The drivers come first, so that a kind has one number, by which pytest keeps its tests together.
@@ -281,7 +281,7 @@ def test_options_arrive_as_they_are_sent_by_the_client(
         opened.commit()  # a key is locked until then
         pairs.append((ours, client.send(queue, "x", **given)))
     tick()
-    rows = {m.msg_id: m for m in client.list_messages(queue, limit=1000)}
+    rows = {m.msg_id: m for m in client.messages.list(queue, limit=1000)}
     for given, (ours, theirs) in zip(options, pairs, strict=True):
         if "key" in given:
             assert ours == theirs, given  # replaced
@@ -399,7 +399,7 @@ def test_settings_of_the_session_do_not_matter(
     assert is_near(message.expires_at, message.created_at + timedelta(days=1, hours=2))
     opened.nack(message.batch_id, message, timedelta(days=3, hours=1))
     opened.commit()
-    due = {m.msg_id: m.available_at for m in client.list_messages(queue, limit=1000)}
+    due = {m.msg_id: m.available_at for m in client.messages.list(queue, limit=1000)}
     assert due[delayed] == DUE
     assert is_near(due[message.msg_id], datetime.now(timezone.utc) + timedelta(days=3, hours=1))
     opened.execute("reset all")
@@ -667,7 +667,7 @@ def test_with_rows_of_the_session_that_are_flushed_at_its_commit(own_dsn: str) -
     engine = create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(own_dsn))
     Base.metadata.create_all(engine)
     with pgque.connect(own_dsn) as client:
-        client.create_queue("orders")
+        client.admin.create_queue("orders")
         client.subscribe("orders", "c")
     with pytest.raises(Abandoned), Session(engine) as session, session.begin():
         session.add(Order(id=1))

@@ -182,8 +182,8 @@ def test_alembic_goes_up_and_down_and_what_fails_leaves_nothing(
     migrate("upgrade", "two")
     assert value(fresh_dsn, DEFINED) == defined
     with pgque.connect(fresh_dsn) as client:
-        assert client.queue_config(ODD)["max_retries"] == "3"
-        [consumer] = client.get_consumer_info(ODD)
+        assert client.admin.queue_config(ODD)["max_retries"] == "3"
+        [consumer] = client.consumers.get_info(ODD)
         assert consumer.consumer_name == "billing"
     with pytest.raises(Exception, match="division by zero"):
         migrate("upgrade", "head")
@@ -304,8 +304,8 @@ def test_django_goes_up_and_down_and_what_fails_leaves_nothing(
     assert value(fresh_dsn, DEFINED) == defined
     assert value(fresh_dsn, "select array_agg(q.queue_name) from pgque.queue as q") == ([ODD],)
     with pgque.connect(fresh_dsn) as client:
-        assert client.queue_config(ODD)["max_retries"] == "3"
-        [consumer] = client.get_consumer_info(ODD)
+        assert client.admin.queue_config(ODD)["max_retries"] == "3"
+        [consumer] = client.consumers.get_info(ODD)
         assert consumer.consumer_name == "billing"
     project.succeed(["migrate", "shop", "0001"])
     assert value(fresh_dsn, "select count(*) from pgque.queue") == (0,)

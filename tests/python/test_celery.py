@@ -329,12 +329,12 @@ def test_messages_that_wait_for_an_ack_stay_leased_however_long(
     reader = Reader(broker, tasks)
     reader.drain(2)
     with pgque.connect(shop.dsn, autocommit=True) as client:
-        [first] = client.list_workers(tasks.name, "celery")
+        [first] = client.consumers.list_workers(tasks.name, "celery")
         assert first.lease_until is not None
         later = first.lease_until + timedelta(seconds=2)  # a lease is a second
 
         def is_extended() -> bool:
-            [now] = client.list_workers(tasks.name, "celery")
+            [now] = client.consumers.list_workers(tasks.name, "celery")
             return now.worker == first.worker and now.messages == 2 and (now.lease_until or later) > later
 
         wait_until(is_extended, "a lease that is extended")
@@ -393,7 +393,7 @@ def test_each_reader_of_an_exchange_gets_its_messages_and_leaves_nothing_behind(
         assert [message.payload for message in readers[0].drain(2)] == ["task.sent", "worker.online"]
         assert [message.payload for message in readers[1].drain(1)] == ["worker.online"]
         with pgque.connect(shop.dsn) as client:
-            assert client.get_consumer_info(f"exchange.{name}") == []
+            assert client.consumers.get_info(f"exchange.{name}") == []
 
 
 def test_a_forked_process_has_connections_of_its_own(shop: Shop, broker: Broker, tasks: Queue) -> None:
@@ -504,7 +504,7 @@ def test_a_role_that_may_not_create_queues_is_told_what_to_do(shop: Shop, roles:
     ):
         queue(refused.default_channel).declare()
     with pgque.connect(shop.dsn) as client:
-        client.create_queue(name)
+        client.admin.create_queue(name)
         client.subscribe(name, "celery")
     with Broker(broker_url(writer.dsn)) as sender, Broker(broker_url(both.dsn)) as receiver:
         queue(sender.default_channel).declare()

@@ -62,7 +62,7 @@ def test_an_unknown_consumer_raises_its_own_class(client: pgque.PgqueClient, que
 
 def test_an_unknown_batch_raises_its_own_class(client: pgque.PgqueClient) -> None:
     with pytest.raises(pgque.PgqueBatchNotFound, match="batch not found"):
-        client.get_batch_events(1)
+        client.pgq.get_batch_events(1)
 
 
 def test_a_foreign_message_cannot_be_nacked(client: pgque.PgqueClient, queue: str, tick: Any) -> None:
@@ -77,12 +77,12 @@ def test_a_foreign_message_cannot_be_nacked(client: pgque.PgqueClient, queue: st
 @pytest.mark.parametrize("name", ["", "x" * 58, "ž" * 29])
 def test_a_name_that_does_not_fit_is_refused(client: pgque.PgqueClient, name: str) -> None:
     with pytest.raises(pgque.PgqueInvalidName):
-        client.create_queue(name)
+        client.admin.create_queue(name)
 
 
 def test_an_unknown_setting_is_a_bad_argument(client: pgque.PgqueClient, queue: str) -> None:
     with pytest.raises(pgque.PgqueBadArgument):
-        client.set_queue_config(queue, "no_such_setting", 1)
+        client.admin.set_queue_config(queue, "no_such_setting", 1)
     with pytest.raises(ValueError, match=re.escape(queue)):
         client.receive(queue, "c", 0)
 
@@ -150,7 +150,7 @@ def test_another_patch_version_is_accepted(fresh_dsn: str) -> None:
     patched = pgque.__version__.rsplit(".", 1)[0] + ".99"
     _pretend(fresh_dsn, patched)
     with pgque.connect(fresh_dsn) as client:
-        assert client.version() == patched
+        assert client.monitor.version() == patched
 
 
 def test_a_refused_version_does_not_harm_the_transaction_of_a_wrapped_connection(fresh_dsn: str) -> None:

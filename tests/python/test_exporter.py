@@ -85,7 +85,7 @@ def test_the_text_has_each_figure_of_metrics_and_each_check_of_health(
     client = pgque.PgqueClient(conn)
     queue = new_queue('a "quoted" \\ queue\nof two lines' + os.urandom(4).hex())
     client.subscribe(queue, "c")
-    client.set_queue_config(queue, "max_depth", "5000")
+    client.admin.set_queue_config(queue, "max_depth", "5000")
     client.send_batch(queue, ["a", "b"])
     tick(queue)
     with conn.transaction():
@@ -99,8 +99,8 @@ def test_the_text_has_each_figure_of_metrics_and_each_check_of_health(
     assert found[_key("pgque_consumer_pending_events", queue=queue, consumer="c")] == 2
     assert found[_key("pgque_health_status", queue=queue, check="tables")] == 0
     names = {name for name, _ in found}
-    assert {row.metric for row in client.metrics()} <= names
-    assert {row.check_name for row in client.health()} == {
+    assert {row.metric for row in client.monitor.metrics()} <= names
+    assert {row.check_name for row in client.monitor.health()} == {
         dict(labels)["check"] for name, labels in found if name == "pgque_health_status"
     }
     assert conn.execute("show statement_timeout").fetchone() == ("0",)

@@ -32,7 +32,7 @@ def client(conn: Connection) -> pgque.PgqueClient:
 def pool(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c, whose messages are tried once."""
     client.subscribe(queue, "c")
-    client.set_queue_config(queue, "max_retries", 0)
+    client.admin.set_queue_config(queue, "max_retries", 0)
     return queue
 
 
@@ -77,9 +77,9 @@ def test_an_error_is_a_reason_and_one_without_a_text_too(
     for kind in ("dead", "retry", "raise", "other"):
         client.send(pool, "x", type=kind)
     tick(pool)
-    _run(worker, lambda: len(client.dlq_inspect(pool)) == 4, wait_until)
+    _run(worker, lambda: len(client.dlq.inspect(pool)) == 4, wait_until)
     unreadable = "_Unreadable: its text cannot be read"
-    reasons = {letter.ev_type: letter.dl_reason for letter in client.dlq_inspect(pool)}
+    reasons = {letter.ev_type: letter.dl_reason for letter in client.dlq.inspect(pool)}
     assert reasons == {
         "dead": "ValueError: bad",
         "retry": unreadable,
@@ -114,7 +114,7 @@ def test_a_reason_in_letters_that_the_database_lacks_ends_nobody(
         )
     install(fresh_dsn)
     with pgque.connect(fresh_dsn, autocommit=True) as client:
-        client.create_queue("q", {"max_retries": 0})
+        client.admin.create_queue("q", {"max_retries": 0})
         for name in ("alone", "pool"):
             client.subscribe("q", name)
         client.send("q", "x", type="t")
@@ -132,11 +132,11 @@ def test_a_reason_in_letters_that_the_database_lacks_ends_nobody(
         thread = threading.Thread(target=consumer.start, daemon=True)
         thread.start()
         try:
-            _run(worker, lambda: len(client.dlq_inspect("q")) == 2, wait_until)
+            _run(worker, lambda: len(client.dlq.inspect("q")) == 2, wait_until)
         finally:
             consumer.stop()
             thread.join(20)
-        assert {letter.dl_reason for letter in client.dlq_inspect("q")} == {
+        assert {letter.dl_reason for letter in client.dlq.inspect("q")} == {
             "ValueError: zu groß: ? 5",
             "ValueError: zu gro?: ? 5",
         }

@@ -13,7 +13,6 @@ import psycopg
 import pytest
 
 import pgque
-from pgque.client.renamed import Renamed
 
 Tick = Callable[[str], int | None]
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -24,11 +23,21 @@ def client(conn: Connection) -> pgque.PgqueClient:
     return pgque.PgqueClient(conn)
 
 
-# Names of 0.6 with a warning: class without "Async", old name, new name.
-RENAMED = [
-    ("PgqueClient", "queue_info", "get_queue_info"),
-    ("PgqueClient", "consumer_info", "get_consumer_info"),
-]
+# The client's methods before it had groups, and those of 0.6 that were renamed then.
+STAY = """
+    ack archive cancel dead extend force_next_tick nack peek receive receive_coop release send send_batch send_idem
+    set_visibility subscribe subscribe_subconsumer ticker ticker_all touch_subconsumer unsubscribe
+    unsubscribe_subconsumer close conn connect from_pool"""
+EARLIER = """
+    alter_queue archive_list archive_poison archive_purge archive_replay batch_retry consumer_lags create_queue
+    create_recurring delete_expired dlq_delete dlq_inspect dlq_purge dlq_reasons dlq_replay dlq_replay_all dlq_requeue
+    dlq_requeue_all drop_queue drop_recurring event_retry expire_messages finish_batch get_batch_events get_batch_info
+    get_consumer_info get_message get_queue_info grant_queue health list_actions list_messages list_poison
+    list_recurring list_workers maint message_status metrics my_rights next_batch pause pause_recurring purge purge_key
+    queue_config queue_rates queue_settings reclaim rename_queue resume resume_recurring retry_now revoke_queue
+    run_recurring seek_to_time set_default_config set_history set_key_concurrency set_queue_config set_schedule
+    share_consumer start status stop unshare_consumer version consumer_info queue_info"""
+GROUPS = {"admin", "archived", "consumers", "dlq", "messages", "monitor", "pgq", "recurring"}
 
 # Python has no overloading, so the second form of ticker() has a name of its own.
 NOT_NAMED_AS_IN_SQL = {
@@ -40,30 +49,42 @@ NOT_NAMED_AS_IN_SQL = {
 }
 
 
-def test_an_old_name_works_and_warns_with_the_new_one(dsn: str, client: pgque.PgqueClient) -> None:
-    found = {
-        (name.removeprefix("Async"), old)
-        for name in pgque.__all__
-        if inspect.isclass(getattr(pgque, name))
-        for old, value in vars(getattr(pgque, name)).items()
-        if isinstance(value, Renamed)
-    }
-    assert found == {(owner, old) for owner, old, _ in RENAMED}
+def test_an_earlier_name_of_the_client_is_the_method_of_its_group_and_warns_with_the_new_one(
+    dsn: str, client: pgque.PgqueClient
+) -> None:
+    def public(owner: type) -> set[str]:
+        return {name for base in owner.__mro__[:-1] for name in vars(base) if not name.startswith("_")}
 
-    async def call(name: str) -> object:
+    for owner in (pgque.PgqueClient, pgque.AsyncPgqueClient):
+        assert public(owner) == {*STAY.split(), *EARLIER.split(), *GROUPS}
+        other = owner(client.conn)  # type: ignore[arg-type]
+        news = set()
+        for old in EARLIER.split():
+            with pytest.warns(
+                DeprecationWarning, match=rf"^{owner.__name__}\.{old} is now called \w+\.\w+$"
+            ) as caught:
+                method = getattr(other, old)
+            assert caught[0].filename == __file__
+            group, _, new = str(caught[0].message).rpartition(" ")[2].partition(".")
+            assert method.__func__ is getattr(getattr(other, group), new).__func__
+            news.add((group, new))
+        assert news == {(group, new) for group in GROUPS for new in public(type(getattr(other, group)))}
+
+    async def count() -> int:
         async with await pgque.connect_async(dsn) as other:
-            return await getattr(other, name)()
+            with pytest.warns(DeprecationWarning, match="consumers.get_info"):
+                return len(await other.consumer_info())
 
-    for owner, old, new in RENAMED:
-        with pytest.warns(DeprecationWarning, match=rf"^{owner}\.{old} is now called {new}$") as caught:
-            assert type(getattr(client, old)()) is list
-        assert caught[0].filename == __file__
-        with pytest.warns(DeprecationWarning, match=rf"^Async{owner}\.{old} is now called {new}$"):
-            assert type(asyncio.run(call(old))) is list
+    with pytest.warns(DeprecationWarning, match="consumers.get_info"):
+        assert len(client.get_consumer_info()) == asyncio.run(count())
+
+
+GROUP_CLASSES = [type(getattr(pgque.PgqueClient, group).fget(None)) for group in sorted(GROUPS)]
 
 
 @pytest.mark.parametrize(
-    "owner", [pgque.PgqueClient, pgque.AsyncPgqueClient, pgque.WorkQueue, pgque.WorkMessage]
+    "owner",
+    [pgque.PgqueClient, pgque.AsyncPgqueClient, pgque.WorkQueue, pgque.WorkMessage, *GROUP_CLASSES],
 )
 def test_a_method_has_the_name_of_the_function_that_it_calls(owner: type) -> None:
     called = {
@@ -72,8 +93,18 @@ def test_a_method_has_the_name_of_the_function_that_it_calls(owner: type) -> Non
         if inspect.isfunction(method)
         and (match := re.search(r"Calls\s+`pgque\.(\w+)`", method.__doc__ or ""))
     }
-    assert "send" in called or "ack" in called
-    different = {name: function for name, function in called.items() if name != function}
+    assert called
+    # In a group, without the word that the group says
+    said = (
+        {"archive", "consumer", "dlq", "message", "messages", "recurring"}
+        if owner in GROUP_CLASSES
+        else set()
+    )
+    different = {
+        name: function
+        for name, function in called.items()
+        if name not in (function, "_".join(word for word in function.split("_") if word not in said))
+    }
     assert different.items() <= {**NOT_NAMED_AS_IN_SQL, "messages": "receive"}.items()
 
 

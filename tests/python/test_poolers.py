@@ -129,7 +129,7 @@ def test_a_release_does_not_run_as_the_ack_of_another_client(
             acknowledging.ack(*take())
         batch_id, ids = take()
         assert releasing.release(batch_id, ids) == 1
-    assert [m.msg_id for m in client.list_messages(queue) if m.msg_id in ids] == ids
+    assert [m.msg_id for m in client.messages.list(queue) if m.msg_id in ids] == ids
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
@@ -152,10 +152,10 @@ def test_a_resume_does_not_run_as_the_purge_of_another_client(
         for _ in range(RUNS):
             purging.purge(other)
         _send(client, queue, tick, 5)
-        client.pause(queue)
+        client.admin.pause(queue)
         resuming.resume(queue)
     client.send(queue, "it is not paused")
-    assert len(client.list_messages(queue)) == 6
+    assert len(client.messages.list(queue)) == 6
 
 
 # Connections of psycopg that can prepare statements, also below Django and SQLAlchemy.
@@ -190,7 +190,7 @@ def test_a_nack_in_a_transaction_of_the_caller_does_not_run_as_the_ack_of_anothe
         acknowledging.commit()
         rejecting.nack(batches[2].batch_id, [batches[2]])
         rejecting.commit()
-    assert [m.msg_id for m in client.list_messages(queue)] == [batches[0].msg_id, batches[2].msg_id]
+    assert [m.msg_id for m in client.messages.list(queue)] == [batches[0].msg_id, batches[2].msg_id]
 
 
 def test_asyncpg_without_its_cache_runs_its_own_statements_in_any_session(
@@ -516,9 +516,9 @@ def _clients(bouncer: str, queue: str, **_: Any) -> None:
             for number in range(RUNS):
                 client.send(queue, number)
                 client.send_batch(queue, [number])
-                client.get_queue_info(queue)
-                client.health()
-                client.queue_config(queue)
+                client.monitor.get_queue_info(queue)
+                client.monitor.health()
+                client.admin.queue_config(queue)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

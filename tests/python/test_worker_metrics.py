@@ -198,7 +198,7 @@ def test_a_consumer_counts_and_times_its_handlers(
 
         def redelivered() -> bool:
             tick(queue)
-            client.maint()
+            client.admin.maint()
             return sample("pgque_handler_redeliveries_total") == 2
 
         wait_until(redelivered, timeout=30)

@@ -98,7 +98,7 @@ def test_messages_of_all_queues_are_handled_over_one_connection(
             "select count(*) from pg_stat_activity where application_name = 'many'"
         ).fetchall()
         assert count == 1
-        wait_until(lambda: not client.list_workers(consumer="c"))
+        wait_until(lambda: not client.consumers.list_workers(consumer="c"))
     assert sorted(runner.seen) == sorted(queues * 4)
 
 
@@ -187,14 +187,14 @@ def test_a_queue_that_was_renamed_is_notified_under_its_new_name(
     name = f"{queue} renamed"
     with runner.running():
         wait_until(lambda: runner.seen == [queue], "the handler waits")
-        client.rename_queue(queue, name)
+        client.admin.rename_queue(queue, name)
         _send(client, tick, name, 1)
         runner.hold["hold"].set()
         wait_until(lambda: len(runner.seen) == 2)
-        wait_until(lambda: not client.list_workers(consumer="c"))
+        wait_until(lambda: not client.consumers.list_workers(consumer="c"))
         _send(client, tick, name, 1)
         wait_until(lambda: len(runner.seen) == 3)
-    client.rename_queue(name, queue)  # which is dropped after the test
+    client.admin.rename_queue(name, queue)  # which is dropped after the test
     assert runner.seen == [queue, name, name]
 
 
@@ -221,7 +221,7 @@ def test_a_queue_that_is_dropped_ends_the_worker_and_is_named(
     thread.start()
     try:
         wait_until(lambda: runner.seen == [queues[0]])
-        client.drop_queue(queues[1], force=True)
+        client.admin.drop_queue(queues[1], force=True)
         wait_until(lambda: failed)
     finally:
         runner.worker.stop()
@@ -246,11 +246,11 @@ def test_a_queue_that_is_dropped_leaves_the_handlers_of_others_the_time_to_finis
     tick(queues[0])
     with pytest.raises(pgque.PgqueQueueNotFound), runner.running() as thread:
         wait_until(lambda: runner.seen == [queues[0]], "the handler waits")
-        client.drop_queue(queues[1], force=True)
+        client.admin.drop_queue(queues[1], force=True)
         wait_until(lambda: "finishes its running handlers" in caplog.text or not thread.is_alive())
         runner.hold["hold"].set()
         wait_until(lambda: not thread.is_alive())
-    assert client.list_messages(queues[0]) == []
+    assert client.messages.list(queues[0]) == []
 
 
 def test_a_consumer_that_is_not_subscribed_to_one_of_the_queues_is_refused(

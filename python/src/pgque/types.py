@@ -338,10 +338,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class QueuedMessage:
-    """Describe a message as `list_messages` and `get_message` return it, once for each consumer.
+    """Describe a message as `list` and `get` of `client.messages` return it, once for each consumer.
 
     `status` is pending, processing, delayed, retry, expired, dead, failed or archived. `dl_id` is set if it
-    is a dead letter; pass it to `dlq_requeue`.
+    is a dead letter; pass it to `client.dlq.requeue`.
     """
 
     msg_id: int
@@ -381,7 +381,7 @@ class MessageStatus:
 class PoisonMessage:
     """Describe a message that was delivered more than once without an outcome, or was given up for that.
 
-    `dl_id` is set if it is a dead letter; pass it to `dlq_requeue`.
+    `dl_id` is set if it is a dead letter; pass it to `client.dlq.requeue`.
     """
 
     msg_id: int
@@ -414,11 +414,12 @@ class ArchivedMessage:
 
 @dataclass(frozen=True, slots=True)
 class RecurringMessage:
-    """Describe a message that the ticker sends at its times, as `list_recurring` returns it.
+    """Describe a message that the ticker sends at its times, as `client.recurring.list` returns it.
 
     `status` is active, paused, failing (the last attempt failed with `last_error`; the ticker tries again) or
     ended. `next_run` is None while it is paused or ended. `last_run` and `last_msg_id` are those of the last
-    message. `registered_at` is the time of the last `create_recurring`, which a Worker calls when it starts.
+    message. `registered_at` is the time of the last `client.recurring.create`, which a Worker calls when it
+    starts.
     """
 
     name: str
@@ -508,7 +509,7 @@ class DeadReason:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Count the messages that `dlq_replay_all` sent again, and those that it could not send."""
+    """Count the messages that `client.dlq.replay_all` sent again, and those that it could not send."""
 
     replayed: int
     failed: int

@@ -139,7 +139,7 @@ class Channel(virtual.Channel):
         options = self.connection.options
         name = options.queue(queue)
         try:
-            return client.get_consumer_info(name, options.consumer)[0].pending_events or 0
+            return client.consumers.get_info(name, options.consumer)[0].pending_events or 0
         except PgquePermissionDenied:
             return 0  # the role may only send, and the first send says whether there is a queue
         except (PgqueQueueNotFound, PgqueConsumerNotFound) as error:
@@ -148,7 +148,7 @@ class Channel(virtual.Channel):
                 raise ChannelError(text, (50, 10), "Channel.queue_declare", "404") from error
         try:
             with client.conn.transaction():  # so that nobody sends before there is a consumer
-                client.create_queue(name, options.config())
+                client.admin.create_queue(name, options.config())
                 client.subscribe(name, options.consumer)
         except PgquePermissionDenied as error:
             error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=options.consumer)
@@ -208,12 +208,12 @@ class Channel(virtual.Channel):
         name = options.queue(queue)
         with self.connection.calls() as client:
             if (if_empty and self._find(client, queue, create=False)) or (
-                if_unused and client.list_workers(name, options.consumer)
+                if_unused and client.consumers.list_workers(name, options.consumer)
             ):
                 return
             with client.conn.transaction():
                 client.unsubscribe(name, options.consumer)
-                client.drop_queue(name)
+                client.admin.drop_queue(name)
 
     def _size(self, queue: str) -> int:
         with self.connection.calls() as client:
@@ -223,7 +223,7 @@ class Channel(virtual.Channel):
         """Remove the messages of a queue, also those that workers have, and return their number."""
         with self.connection.calls() as client:
             try:
-                purged: int = client.purge(self.connection.options.queue(queue))
+                purged: int = client.admin.purge(self.connection.options.queue(queue))
             except PgqueError as error:
                 log.error("queue %s is not purged: %s", queue, one_line(error))  # Celery says 0, and no more
                 raise
@@ -281,7 +281,7 @@ class Channel(virtual.Channel):
 
     def _create_log(self, client: PgqueClient, name: str) -> None:
         try:
-            client.create_queue(name, _LOG_CONFIG)
+            client.admin.create_queue(name, _LOG_CONFIG)
         except PgquePermissionDenied as error:
             error.hint = _NEEDS_LOG.format(queue=name)
             raise

@@ -189,8 +189,8 @@ def status(dsn: str, as_json: bool) -> None:
     The exit code is 3 when a check fails.
     """
     with connect(dsn) as client:
-        parts = [as_dict(row) for row in client.status()]
-        checks = client.health()
+        parts = [as_dict(row) for row in client.monitor.status()]
+        checks = client.monitor.health()
     if as_json:
         echo(dump({"status": parts, "health": [as_dict(check) for check in checks]}, indent=2))
     else:
@@ -210,7 +210,7 @@ _CONSUMER_COLUMNS = ("queue_name", "consumer_name", "pending_events", "lag", "la
 def queues(dsn: str, as_json: bool) -> None:
     """List the queues with the position and lag of their consumers."""
     with connect(dsn) as client:
-        found, consumers = client.get_queue_info(), client.get_consumer_info()
+        found, consumers = client.monitor.get_queue_info(), client.consumers.get_info()
     if as_json:
         rows = [as_dict(queue) for queue in found]
         for row in rows:

@@ -90,8 +90,8 @@ def _run(place: Place, messages: list[str], type_: str, count: int, console: Con
         client.conn.execute("set client_min_messages = warning")
         client.conn.execute(TABLES)
         with suppress(PgqueQueueNotFound):
-            client.drop_queue(QUEUE, force=True)
-        client.create_queue(QUEUE, {"max_retries": MAX_RETRIES})
+            client.admin.drop_queue(QUEUE, force=True)
+        client.admin.create_queue(QUEUE, {"max_retries": MAX_RETRIES})
         client.subscribe(QUEUE, SIZES)
         dsn = make_conninfo(place.dsn, application_name="pgque demo")
         client.subscribe(QUEUE, COMPILER)
@@ -115,7 +115,7 @@ def _clean_up(place: Place) -> None:
     with connect(place.dsn) as client:
         client.conn.execute("set client_min_messages = warning")
         client.conn.execute("drop schema pgque_demo cascade")
-        client.drop_queue(QUEUE, force=True)
+        client.admin.drop_queue(QUEUE, force=True)
 
 
 def _wait_for_listeners(client: PgqueClient, wanted: int) -> None:

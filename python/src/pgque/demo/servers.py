@@ -151,14 +151,15 @@ class Driver:
         with connect(self._dsn, autocommit=True) as client:
             if self._ticking(client):
                 if not any(
-                    row.component == "scheduler" and row.status == "scheduled" for row in client.status()
+                    row.component == "scheduler" and row.status == "scheduled"
+                    for row in client.monitor.status()
                 ):
                     self.title = "the ticker that runs there already"
                 return self
             try:
                 with suppress(psycopg.Error):
                     client.conn.execute("create extension if not exists pg_cron")
-                client.start()
+                client.admin.start()
                 self._wait(client)
                 return self
             except PgqueNoScheduler:
@@ -169,7 +170,7 @@ class Driver:
 
     @staticmethod
     def _ticking(client: PgqueClient) -> bool:
-        return any(row.component == "ticker" and row.status == "running" for row in client.status())
+        return any(row.component == "ticker" and row.status == "running" for row in client.monitor.status())
 
     def _wait(self, client: PgqueClient) -> None:
         """Wait until the ticker runs; a pg_cron older than 1.5 starts its jobs at the full minute."""

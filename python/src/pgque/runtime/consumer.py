@@ -186,7 +186,7 @@ class AsyncConsumer(AsyncRuntime):
                 self.consumer if self.subconsumer is None else f"{self.consumer}.{self.subconsumer}"
             )
             try:
-                found = await client.get_consumer_info(source.queue, subscription)
+                found = await client.consumers.get_info(source.queue, subscription)
             except PgqueConsumerNotFound:
                 found = []  # of a subconsumer, which its first receive registers
             source.left.note_open(found)

@@ -187,7 +187,7 @@ class Consumer(Runtime):
                 self.consumer if self.subconsumer is None else f"{self.consumer}.{self.subconsumer}"
             )
             try:
-                found = client.get_consumer_info(source.queue, subscription)
+                found = client.consumers.get_info(source.queue, subscription)
             except PgqueConsumerNotFound:
                 found = []  # of a subconsumer, which its first receive registers
             source.left.note_open(found)

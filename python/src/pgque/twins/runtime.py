@@ -268,13 +268,13 @@ class Runtime:
         catch_up: str = "one",
     ) -> Callable[[H], H]:
         """Register the decorated function as the handler of a recurring message, which the ticker sends at
-        the times of `cron`. See `PgqueClient.create_recurring`, which the worker calls when it
+        the times of `cron`. See `PgqueClient.recurring.create`, which the worker calls when it
         starts.
 
         Any number of workers may have the decorator: each run is sent once. The role of the worker needs the
         right to send to the queue. The recurring message stays when you remove the decorator: drop it with
-        `drop_recurring`, or `pgque recurring drop NAME`. `list_recurring` shows when a worker last registered
-        it.
+        `client.recurring.drop`, or `pgque recurring drop NAME`. `client.recurring.list` shows when a worker
+        last registered it.
 
         Args:
             queue: the queue of the message; required if the worker has several.
@@ -476,7 +476,7 @@ class Runtime:
             source.settings = listen(client, source.queue)
             self._prepare(client, source)
         for it in self._recurring:
-            client.create_recurring(
+            client.recurring.create(
                 it.name, it.queue, it.cron, it.event, timezone=it.timezone, catch_up=it.catch_up
             )
         self._sources.wake(None)
