@@ -160,7 +160,7 @@ def test_wrong_use_is_refused_when_the_application_starts(dsn: str) -> None:
             raise AssertionError("it has started")
 
     worker = pgque.AsyncWorker(dsn, queue="q", consumer="c", worker="w")
-    with pytest.raises(pgque.PgqueBadArgument, match="no handler"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="no handler"):
         asyncio.run(start(worker))
     for bad in (pgque.Worker(dsn, queue="q", consumer="c"), lambda: None, "worker"):
         with pytest.raises(TypeError, match=r"neither an AsyncWorker nor .*pgque work MODULE:WORKER"):

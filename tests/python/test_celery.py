@@ -496,11 +496,11 @@ def test_a_role_that_may_not_create_queues_is_told_what_to_do(shop: Shop, roles:
     queue = Queue(name, Exchange(name, type="direct"), routing_key=name)
     with Broker(broker_url(writer.dsn)) as refused:
         queue(refused.default_channel).declare()
-        with pytest.raises(pgque.PgqueQueueNotFound, match=r"pgque\.create_queue"):
+        with pytest.raises(pgque.PgqueQueueNotFoundError, match=r"pgque\.create_queue"):
             publish(refused, queue, 1)
     with (
         Broker(broker_url(both.dsn)) as refused,
-        pytest.raises(pgque.PgquePermissionDenied, match=r"pgque\.create_queue"),
+        pytest.raises(pgque.PgquePermissionDeniedError, match=r"pgque\.create_queue"),
     ):
         queue(refused.default_channel).declare()
     with pgque.connect(shop.dsn) as client:
@@ -516,12 +516,12 @@ def test_a_role_that_may_not_create_queues_is_told_what_to_do(shop: Shop, roles:
 
 def test_what_does_not_apply_to_a_queue_is_refused(broker: Broker) -> None:
     channel = broker.default_channel
-    with pytest.raises(pgque.PgqueBadArgument, match="x-max-priority") as refused:
+    with pytest.raises(pgque.PgqueBadArgumentError, match="x-max-priority") as refused:
         Queue("ranked", Exchange("ranked"), max_priority=9)(channel).declare()
     assert "several queues" in (refused.value.hint or "")
     with pytest.raises(ChannelError, match="auto_delete=True"):
         Queue("kept", Exchange("everybody", type="fanout"))(channel).declare()
-    with pytest.raises(pgque.PgqueBadArgument, match="sslmode"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="sslmode"):
         Broker("pgque://here/shop", ssl=True).connect()
 
 
@@ -576,6 +576,6 @@ def test_urls_are_those_of_libpq_and_logs_hide_their_passwords(shop: Shop) -> No
         assert plain.default_channel.queue_declare(durable=True).message_count == 0
     with pytest.raises(OperationalError), Broker("pgque://127.0.0.1:1/nobody") as nobody:
         nobody.ensure_connection(max_retries=1, interval_start=0)
-    with pytest.raises(pgque.PgqueBadArgument, match="several"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="several"):
         Broker("pgque://one/shop;pgque://two/shop").connect()
     assert parts

@@ -223,7 +223,7 @@ def test_a_message_without_retries_left_becomes_a_dead_letter_and_can_be_given_b
     tick(queue)
     [back] = client.receive(queue, consumer)
     assert (back.msg_id, back.json()) == (msg_id, {"id": 1})
-    with pytest.raises(pgque.PgqueNotDeadLetter):
+    with pytest.raises(pgque.PgqueNotDeadLetterError):
         client.dlq.requeue(letter.dl_id)
 
 
@@ -291,7 +291,7 @@ def test_the_past_is_read(client: pgque.PgqueClient, queue: str, consumer: str, 
     settings = {row.setting: row for row in client.admin.queue_settings(queue)}
     assert settings["max_retries"].source in ("built in", "all queues")
     client.admin.set_history("lags", timedelta(days=7))
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         client.admin.set_history("other", 60)
 
 
@@ -336,7 +336,7 @@ def test_peek_shows_the_next_messages_of_the_slowest_consumer_or_of_the_one_name
     assert [message.msg_id for message in client.peek(queue, consumer=consumer)] == sent
     assert [message.msg_id for message in client.peek(queue, 2, consumer=consumer)] == sent[:2]
     assert [message.msg_id for message in client.peek(queue, consumer="quick")] == sent[3:]
-    with pytest.raises(pgque.PgqueConsumerNotFound):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError):
         client.peek(queue, consumer="nobody")
 
 
@@ -394,12 +394,12 @@ def test_a_queue_is_made_configured_paused_and_dropped(client: pgque.PgqueClient
     [info] = client.monitor.get_queue_info(name)
     assert info.queue_max_retries == 5
     client.admin.pause(name)
-    with pytest.raises(pgque.PgqueQueueDisabled):
+    with pytest.raises(pgque.PgqueQueueDisabledError):
         client.send(name, "x")
     client.admin.resume(name)
     client.send(name, "x")
     client.subscribe(name, "c")
-    with pytest.raises(pgque.PgqueQueueInUse):
+    with pytest.raises(pgque.PgqueQueueInUseError):
         client.admin.drop_queue(name)
     assert client.admin.drop_queue(name, force=True) == 1
 

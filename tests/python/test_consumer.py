@@ -658,7 +658,7 @@ def test_an_outcome_that_sets_its_own_attributes_is_of_its_message_alone(
     kind: type[pgque.Consumer] | type[pgque.Worker],
 ) -> None:
     """The others are acknowledged, and the consumer goes on."""
-    bad = "PgqueBadArgument: after must be from 0 seconds to ten years"
+    bad = "PgqueBadArgumentError: after must be from 0 seconds to ten years"
     outcomes: dict[str | None, tuple[object, str, int]] = {
         "seconds": (_After(50, {"code": 5}), "{'code': 5}", 50),
         "negative": (_After(-5, None), bad, 7200),
@@ -1130,11 +1130,11 @@ def test_a_server_that_cannot_be_reached_is_tried_until_the_consumer_is_stopped(
 
 
 def test_what_trying_again_cannot_help_is_raised(dsn: str, queue: str, fresh_dsn: str) -> None:
-    with pytest.raises(pgque.PgqueQueueNotFound):
+    with pytest.raises(pgque.PgqueQueueNotFoundError):
         pgque.Consumer(dsn, queue="no such queue", name="c", unknown_handler_policy="ack").start()
-    with pytest.raises(pgque.PgqueConsumerNotFound):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError):
         pgque.Consumer(dsn, queue=queue, name="nobody", unknown_handler_policy="ack").start()
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         pgque.Consumer("no connection string", queue=queue, name="c", unknown_handler_policy="ack").start()
     with pytest.raises(pgque.PgqueVersionError):
         pgque.Consumer(fresh_dsn, queue=queue, name="c", unknown_handler_policy="ack").start()
@@ -1282,7 +1282,7 @@ def test_a_consumer_that_reads_on_its_own_has_no_place_for_a_subconsumer(
     worker = pgque.Consumer(dsn, queue=subscribed, name="c", subconsumer="w1")
     seen: list[int] = []
     worker.on("*")(lambda message: seen.append(message.msg_id))
-    with pytest.raises(pgque.PgqueQueueInUse, match="on its own") as refused:
+    with pytest.raises(pgque.PgqueQueueInUseError, match="on its own") as refused:
         worker.start()
     assert "register_subconsumer" in str(refused.value.hint)
 
@@ -1516,7 +1516,7 @@ def test_what_is_done_is_finished_though_the_next_batch_is_out_of_reach(
     ids = client.send_batch(subscribed, "t", ["1", "2"])
     tick(subscribed)
     try:
-        with pytest.raises(pgque.PgquePermissionDenied):
+        with pytest.raises(pgque.PgquePermissionDeniedError):
             consumer.start()
     finally:
         conn.execute(f"grant execute on {takes} to pgque_reader")

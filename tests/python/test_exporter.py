@@ -280,7 +280,7 @@ def test_a_database_that_cannot_be_read_is_reported_and_connected_to_again(
 
 def test_a_role_needs_no_more_than_pgque_reader(roles: Callable[..., Any], queue: str) -> None:
     assert _figures(exporter.render(roles("reader").dsn))[_key("pgque_queue_paused", queue=queue)] == 0
-    with pytest.raises(pgque.PgquePermissionDenied):
+    with pytest.raises(pgque.PgquePermissionDeniedError):
         exporter.render(roles().dsn)
 
 

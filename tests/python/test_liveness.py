@@ -250,5 +250,5 @@ def test_the_command_refuses_a_name_that_is_no_worker(
 def test_a_file_that_cannot_be_made_is_refused(pool: str, tmp_path: Path) -> None:
     worker = pgque.Worker(queue=pool, consumer="c", liveness_file=tmp_path / "no" / "folder")
     worker.handler("*")(lambda message: None)
-    with pytest.raises(pgque.PgqueBadArgument, match="liveness_file"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="liveness_file"):
         worker.run()

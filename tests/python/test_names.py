@@ -184,3 +184,18 @@ def test_send_batch_takes_the_order_of_send_and_the_earlier_one(
             wrong(queue, *arguments, **options)
     with pytest.raises(ValueError, match="one type"):
         send(queue, [pgque.Event("e", "a"), "b"])
+
+
+def test_an_earlier_name_of_an_error_is_its_class_without_a_warning() -> None:
+    errors = {
+        name for name in pgque.__all__ if isinstance(getattr(pgque, name), type) and name.startswith("Pgque")
+    }
+    earlier = {name for name in errors if f"{name}Error" in errors}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in earlier:
+            assert getattr(pgque, name) is getattr(pgque, f"{name}Error") is getattr(pgque.errors, name)
+            assert getattr(pgque, name).__name__ == f"{name}Error"
+    assert {name for name in errors if not name.endswith("Error")} == {*earlier, "PgqueClient"}
+    assert len(earlier) == 16
+    assert {"PgqueQueueNotFound", "PgqueConsumerNotFound", "PgqueBatchNotFound"} <= earlier

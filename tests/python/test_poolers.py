@@ -1,7 +1,7 @@
 """Behind a pooler in transaction mode each program prepares nothing, and no call runs as another client's.
 
-psycopg takes the same names for its prepared statements in each process, so behind a pooler that does not follow
-prepared statements a name may be that of another client's statement, which then runs without an error.
+psycopg takes the same names for its prepared statements in each process, so behind a pooler that does not
+follow prepared statements a name may be that of another client's statement, which then runs without an error.
 """
 
 from __future__ import annotations
@@ -196,7 +196,8 @@ def test_a_nack_in_a_transaction_of_the_caller_does_not_run_as_the_ack_of_anothe
 def test_asyncpg_without_its_cache_runs_its_own_statements_in_any_session(
     bouncer: str, sessions: pgbouncer.Sessions, queue: str
 ) -> None:
-    """Also in autocommit. With its cache the second session does not have the statement, or another client's."""
+    """Also in autocommit. With its cache the second session does not have the statement, or another
+    client's."""
     with connections.event_loop() as loop, sessions.in_turn():
         conn = loop.run(connections.asyncpg_connect(bouncer, statement_cache_size=0))
         ids = []
@@ -243,7 +244,7 @@ def test_a_call_prepares_nothing_on_the_callers_connection_which_stays_as_it_is(
             opened.ack(batch[0].batch_id)
         assert _mine(opened, "after")
         assert [tuple(row) for row in opened.execute(_OURS)] == [(0,)]
-        with pytest.raises(pgque.PgqueQueueNotFound), opened.savepoint():
+        with pytest.raises(pgque.PgqueQueueNotFoundError), opened.savepoint():
             opened.send("no such queue", 1)
         assert _mine(opened, "after an error")
         opened.rollback()

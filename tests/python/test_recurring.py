@@ -108,15 +108,15 @@ def test_a_recurring_message_is_created_listed_changed_and_dropped(
 
 
 def test_errors_have_their_classes_and_hints(client: pgque.PgqueClient, pool: str) -> None:
-    with pytest.raises(pgque.PgqueBadArgument, match="five fields"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="five fields"):
         client.recurring.create("r", pool, "every day")
-    with pytest.raises(pgque.PgqueBadArgument, match="no such date"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="no such date"):
         client.recurring.create("r", pool, "0 0 31 2 *")
-    with pytest.raises(pgque.PgqueQueueNotFound):
+    with pytest.raises(pgque.PgqueQueueNotFoundError):
         client.recurring.create("r", "no such queue", "0 3 * * *")
-    with pytest.raises(pgque.PgqueInvalidName):
+    with pytest.raises(pgque.PgqueInvalidNameError):
         client.recurring.create("", pool, "0 3 * * *")
-    with pytest.raises(pgque.PgqueMessageNotFound, match="list_recurring"):
+    with pytest.raises(pgque.PgqueMessageNotFoundError, match="list_recurring"):
         client.recurring.drop("r")
     with pytest.raises(ValueError, match="deliver_at"):
         client.recurring.create("r", pool, "0 3 * * *", pgque.Event("t", 1, deliver_at=datetime.now()))
@@ -239,7 +239,7 @@ def test_a_worker_with_a_bad_schedule_ends_with_the_error(
 ) -> None:
     worker = pgque.Worker(dsn, queue=pool, consumer="c")
     worker.every("0 0 31 2 *", type="t")(print)
-    with pytest.raises(pgque.PgqueBadArgument, match="no such date"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="no such date"):
         worker.run()
 
 

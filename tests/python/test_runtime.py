@@ -215,7 +215,7 @@ def test_an_option_that_cannot_apply_is_refused_with_its_reason(
     kind: Kind, option: dict[str, Any], reason: str, is_async: bool
 ) -> None:
     made: Any = getattr(pgque, f"Async{kind.__name__}") if is_async else kind
-    with pytest.raises(pgque.PgqueBadArgument, match=reason) as refused:
+    with pytest.raises(pgque.PgqueBadArgumentError, match=reason) as refused:
         made(queue="q", consumer="c", **option)
     assert next(iter(option)) in str(refused.value) and refused.value.hint
     with pytest.raises(TypeError, match="no argument 'unknown'"):
@@ -329,8 +329,8 @@ def test_each_retry_has_its_pause_and_the_last_pause_is_that_of_all_further_ones
     [
         ({"retry_on": "ConnectionError"}, TypeError),
         ({"dead_on": [int]}, TypeError),
-        ({"backoff": -1}, pgque.PgqueBadArgument),
-        ({"backoff": ()}, pgque.PgqueBadArgument),
+        ({"backoff": -1}, pgque.PgqueBadArgumentError),
+        ({"backoff": ()}, pgque.PgqueBadArgumentError),
     ],
 )
 def test_what_is_no_class_of_errors_and_no_pause_is_refused(

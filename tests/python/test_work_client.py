@@ -149,7 +149,7 @@ def test_a_batch_that_does_not_fit_together_is_refused(client: pgque.PgqueClient
     ids=["delay", "ttl", "empty key", "long key", "both"],
 )
 def test_options_out_of_range_are_bad_arguments(client: pgque.PgqueClient, pool: str, options: Any) -> None:
-    with pytest.raises(pgque.PgqueBadArgument) as caught:
+    with pytest.raises(pgque.PgqueBadArgumentError) as caught:
         client.send(pool, "x", **options)
     assert caught.value.sqlstate == "PQ005"
 
@@ -157,7 +157,7 @@ def test_options_out_of_range_are_bad_arguments(client: pgque.PgqueClient, pool:
 def test_a_full_queue_raises_its_own_class(client: pgque.PgqueClient, pool: str) -> None:
     client.admin.set_queue_config(pool, "max_depth", 2)
     client.send_batch(pool, "t", ["a", "b"])
-    with pytest.raises(pgque.PgqueQueueFull) as caught:
+    with pytest.raises(pgque.PgqueQueueFullError) as caught:
         client.send(pool, "c")
     assert (caught.value.sqlstate, caught.value.queue) == ("PQ003", pool)
 
@@ -179,7 +179,7 @@ def test_workers_get_different_messages(client: pgque.PgqueClient, pool: str, ti
 def test_a_visibility_timeout_has_to_be_more_than_nothing(
     client: pgque.PgqueClient, pool: str, timeout: Any
 ) -> None:
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         client.receive(pool, "c", worker="w", visibility_timeout=timeout)
 
 
@@ -263,9 +263,9 @@ def test_a_batch_can_be_held_longer_and_is_lost_otherwise(
     assert client.ack(message.batch_id, [message]) == [
         pgque.Outcome(message.msg_id, False, "lost to another worker")
     ]
-    with pytest.raises(pgque.PgqueBatchNotFound):
+    with pytest.raises(pgque.PgqueBatchNotFoundError):
         client.nack(message.batch_id, message)
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         client.extend(again.batch_id, -1)
 
 
@@ -280,7 +280,7 @@ def test_a_batch_whose_visibility_was_set_is_lost_like_any_other(
     assert client.ack(message.batch_id, [message]) == [
         pgque.Outcome(message.msg_id, False, "lost to another worker")
     ]
-    with pytest.raises(pgque.PgqueBatchNotFound):
+    with pytest.raises(pgque.PgqueBatchNotFoundError):
         client.nack(message.batch_id, message)
 
 
@@ -321,7 +321,7 @@ def test_the_messages_of_one_key_that_workers_have_are_limited(
     assert [m.payload for m in _take(client, queue, "w2")] == ["a3"]
     assert client.consumers.set_key_concurrency(queue, "c", None) == 1
     assert [m.payload for m in _take(client, queue, "w3")] == ["a4"]
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         client.consumers.set_key_concurrency(queue, "c", 0)
 
 
@@ -356,7 +356,7 @@ def test_a_consumer_is_shared_by_workers_and_read_on_its_own_again(
     tick(pool)
     alone = client.receive(pool, "c", 2)
     client.nack(alone[0].batch_id, [alone[0]], 0)
-    with pytest.raises(pgque.PgqueQueueInUse, match="share_consumer"):
+    with pytest.raises(pgque.PgqueQueueInUseError, match="share_consumer"):
         client.receive(pool, "c", worker="w1")
     assert [client.consumers.share(pool, "c") for _ in range(2)] == [1, 0]
     assert client.ack(alone[0].batch_id) == 0
@@ -381,11 +381,11 @@ def test_messages_are_listed_with_their_status(client: pgque.PgqueClient, pool: 
     assert (processing.payload_bytes, processing.headers, processing.worker) == (b"raw", {"a": 1}, "w1")
     [one] = client.messages.status(pool, first)
     assert (one.consumer_name, one.status, one.receive_count, one.worker) == ("c", "processing", 1, "w1")
-    with pytest.raises(pgque.PgqueMessageNotFound):
+    with pytest.raises(pgque.PgqueMessageNotFoundError):
         client.messages.status(pool, 10**12)
     assert client.messages.get(pool, first) == [processing]
     assert pgque.QueueRights(pool, True, True, True, True) in client.admin.my_rights()
-    with pytest.raises(pgque.PgqueMessageNotFound):
+    with pytest.raises(pgque.PgqueMessageNotFoundError):
         client.messages.get(pool, 10**12)
     at = processing.created_at
     assert at is not None
@@ -419,7 +419,7 @@ def test_a_message_is_cancelled_for_all_or_for_one_consumer(
     assert client.cancel(pool, second, "c") == "cancelled"
     (message,) = _take(client, pool)
     assert message.msg_id == third
-    with pytest.raises(pgque.PgqueMessageNotFound):
+    with pytest.raises(pgque.PgqueMessageNotFoundError):
         client.cancel(pool, third + 1000)
 
 
@@ -441,7 +441,7 @@ def test_poison_is_listed_archived_and_replayed(
     tick(pool)
     assert [m.payload for m in _take(client, pool)] == ["x"]
     assert client.archived.purge(pool, datetime.now(timezone.utc) - timedelta(days=365)) == 0
-    with pytest.raises(pgque.PgqueMessageNotFound):
+    with pytest.raises(pgque.PgqueMessageNotFoundError):
         client.archived.replay(10**12)
 
 
@@ -453,15 +453,15 @@ def test_a_role_with_a_right_to_one_queue_uses_that_queue(
     assert not client.admin.grant_queue(pool, nobody.name, "produce")
     with pgque.connect(nobody.dsn, autocommit=True) as user:
         assert user.send(pool, "x") > 0
-        with pytest.raises(pgque.PgquePermissionDenied, match=other):
+        with pytest.raises(pgque.PgquePermissionDeniedError, match=other):
             user.send(other, "x")
-        with pytest.raises(pgque.PgquePermissionDenied, match=pool):
+        with pytest.raises(pgque.PgquePermissionDeniedError, match=pool):
             user.subscribe(pool, "mine")
         assert client.admin.revoke_queue(pool, nobody.name, "produce")
         assert not client.admin.revoke_queue(pool, nobody.name, "produce")
-        with pytest.raises(pgque.PgquePermissionDenied):
+        with pytest.raises(pgque.PgquePermissionDeniedError):
             user.send(pool, "x")
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         client.admin.grant_queue(pool, nobody.name, "everything")
 
 
@@ -470,7 +470,7 @@ def test_queues_are_renamed_and_found_by_their_id(
 ) -> None:
     new_name = f"{pool}_new"
     assert client.admin.rename_queue(pool, new_name) == 1
-    with pytest.raises(pgque.PgqueQueueNotFound):
+    with pytest.raises(pgque.PgqueQueueNotFoundError):
         client.send(pool, "x")
     client.send(new_name, "x")
     assert client.admin.rename_queue(new_name, pool) == 1
@@ -498,7 +498,7 @@ def test_defaults_hold_for_queues_without_a_value_of_their_own(client: pgque.Pgq
 def test_what_expired_is_taken_out_now_or_on_schedule(client: pgque.PgqueClient, pool: str) -> None:
     assert client.admin.expire_messages(pool) == 0
     assert client.dlq.delete_expired(pool) == 0
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         client.admin.set_schedule("expire", "now and then")
     assert client.admin.set_schedule("expire", 60)
     assert client.admin.set_schedule("expire", "") == ""

@@ -318,9 +318,15 @@ def test_the_error_names_what_is_missing(dsn: str, queue: str) -> None:
         pgque.WorkQueue(dsn)
     with pgque.WorkQueue(dsn, queue) as work, pytest.raises(ValueError, match="name of its consumer"):
         next(iter(work.messages()))
-    with pgque.WorkQueue(dsn, "no such queue", consumer="c") as work, pytest.raises(pgque.PgqueQueueNotFound):
+    with (
+        pgque.WorkQueue(dsn, "no such queue", consumer="c") as work,
+        pytest.raises(pgque.PgqueQueueNotFoundError),
+    ):
         next(iter(work.messages()))
-    with pgque.WorkQueue(dsn, queue, consumer="nobody") as work, pytest.raises(pgque.PgqueConsumerNotFound):
+    with (
+        pgque.WorkQueue(dsn, queue, consumer="nobody") as work,
+        pytest.raises(pgque.PgqueConsumerNotFoundError),
+    ):
         next(iter(work.messages()))
 
 

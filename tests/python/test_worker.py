@@ -308,7 +308,7 @@ def test_a_handler_may_return_or_raise_an_outcome(
 
 @pytest.mark.parametrize("after", [-1, float("nan"), 1e12])
 def test_a_retry_is_neither_in_the_past_nor_in_another_age(after: float) -> None:
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         pgque.Retry(after)
 
 
@@ -670,9 +670,9 @@ def test_after_its_backend_was_terminated_the_worker_acks_its_batch(
 
 
 def test_faults_that_trying_again_cannot_help_are_raised(dsn: str, queue: str) -> None:
-    with pytest.raises(pgque.PgqueQueueNotFound):
+    with pytest.raises(pgque.PgqueQueueNotFoundError):
         pgque.Worker(dsn, queue="no such queue", consumer="c", unknown_handler_policy="ack").run()
-    with pytest.raises(pgque.PgqueConsumerNotFound):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError):
         pgque.Worker(dsn, queue=queue, consumer="nobody", unknown_handler_policy="ack").run()
 
 
@@ -1181,7 +1181,7 @@ def test_what_a_process_gives_up_for_is_raised(
     process = program("no such queue", "processes", 2)
     _, text = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "PgqueQueueNotFound" in text
+    assert "PgqueQueueNotFoundError" in text
 
 
 # -- the async twin ------------------------------------------------------------

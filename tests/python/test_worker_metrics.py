@@ -270,7 +270,7 @@ def test_every_way_to_send_and_receive_is_timed_and_a_failure_has_its_type(
     tick(queue)
     assert len(client.receive(queue, "c", 1)) == 1
     pgque.receive(conn, queue, "c")
-    with pytest.raises(pgque.PgqueConsumerNotFound):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError):
         client.receive(queue, "another")
     with pgque.WorkQueue(dsn, queue, consumer="pool") as work:
         client.subscribe(queue, "pool", "earliest")
@@ -288,7 +288,7 @@ def test_every_way_to_send_and_receive_is_timed_and_a_failure_has_its_type(
     assert counts == {
         ("send", None, None): 3,
         ("receive", "c", None): 2,
-        ("receive", "another", "PgqueConsumerNotFound"): 1,
+        ("receive", "another", "PgqueConsumerNotFoundError"): 1,
         ("ack", "pool", None): 4,
     }
 

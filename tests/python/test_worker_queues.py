@@ -200,7 +200,7 @@ def test_a_queue_that_was_renamed_is_notified_under_its_new_name(
 
 def test_a_queue_that_is_not_there_is_named(dsn: str, queues: list[str], twin: str) -> None:
     runner = Runner(twin, dsn, queues={queues[0]: 1, "no such queue": 1})
-    with pytest.raises(pgque.PgqueQueueNotFound, match="no such queue"):
+    with pytest.raises(pgque.PgqueQueueNotFoundError, match="no such queue"):
         runner.run()
 
 
@@ -227,7 +227,7 @@ def test_a_queue_that_is_dropped_ends_the_worker_and_is_named(
         runner.worker.stop()
         thread.join(20)
     # The second, where the queue is dropped while the worker receives from it.
-    assert isinstance(failed[0], pgque.PgqueQueueNotFound | pgque.PgqueConsumerNotFound)
+    assert isinstance(failed[0], pgque.PgqueQueueNotFoundError | pgque.PgqueConsumerNotFoundError)
     assert failed[0].queue == queues[1]
 
 
@@ -244,7 +244,7 @@ def test_a_queue_that_is_dropped_leaves_the_handlers_of_others_the_time_to_finis
     runner.hold["hold"] = threading.Event()
     client.send(queues[0], "hold")
     tick(queues[0])
-    with pytest.raises(pgque.PgqueQueueNotFound), runner.running() as thread:
+    with pytest.raises(pgque.PgqueQueueNotFoundError), runner.running() as thread:
         wait_until(lambda: runner.seen == [queues[0]], "the handler waits")
         client.admin.drop_queue(queues[1], force=True)
         wait_until(lambda: "finishes its running handlers" in caplog.text or not thread.is_alive())
@@ -257,7 +257,7 @@ def test_a_consumer_that_is_not_subscribed_to_one_of_the_queues_is_refused(
     dsn: str, client: pgque.PgqueClient, queues: list[str], twin: str
 ) -> None:
     client.unsubscribe(queues[2], "c")
-    with pytest.raises(pgque.PgqueConsumerNotFound, match=queues[2]):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError, match=queues[2]):
         Runner(twin, dsn, queues=dict.fromkeys(queues, 1)).run()
 
 

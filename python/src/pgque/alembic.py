@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Protocol
 
-from .errors import PgqueBadArgument
+from .errors import PgqueBadArgumentError
 from .ops import migrations as _migrations
 from .ops.install import refuse_downgrade, sql_text
 from .transaction.adapters import unprepared
@@ -93,9 +93,9 @@ def _run(op: Operations, script: str) -> None:
 
 
 def _check(context: Any) -> None:
-    """Raise PgqueBadArgument for a database that is not PostgreSQL."""
+    """Raise PgqueBadArgumentError for a database that is not PostgreSQL."""
     if context.dialect.name != "postgresql":
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"pgque needs PostgreSQL, and the database of this migration is {context.dialect.name}",
             hint="Call the functions of pgque.alembic in migrations of PostgreSQL only.",
         )

@@ -23,7 +23,7 @@ from psycopg import sql
 
 from ..client.statements import MAX_BYTES
 from ..codec import encode as _encode
-from ..errors import PgqueError, PgqueTickNotFound, from_psycopg, one_line
+from ..errors import PgqueError, PgqueTickNotFoundError, from_psycopg, one_line
 from ..runtime import batches as _batches
 from ..runtime.batches import ACK, RELEASE, Batch, MessageOutcome
 from ..runtime.leases import Heartbeat, kept
@@ -480,7 +480,7 @@ class Receiver:
                 rows = client._rows(
                     _READ, {"queue": it.queue, "after": it.tick}, lambda tick, data: (tick, data)
                 )
-            except PgqueTickNotFound as error:
+            except PgqueTickNotFoundError as error:
                 log.warning(
                     "messages of %s were not read in time, and are lost: %s", it.queue, one_line(error)
                 )

@@ -34,7 +34,7 @@ class AsyncArchived(AsyncGroup):
 
         `since` and `until` filter by the time of archiving; a datetime without time zone is local time.
         `matching` is a text in payload, headers or key, in upper or lower case. To read page by page, pass
-        the last `archive_id` as `before_id`. Raises PgqueQueueNotFound.
+        the last `archive_id` as `before_id`. Raises PgqueQueueNotFoundError.
         """
         return await self._client._rows(
             f"select {columns(ArchivedMessage, 'a')}"
@@ -57,7 +57,7 @@ class AsyncArchived(AsyncGroup):
 
     async def replay(self, archive_id: int) -> int:
         """Send an archived message again and return the new id. Calls `pgque.archive_replay`. Raises
-        PgqueMessageNotFound, PgqueQueueDisabled."""
+        PgqueMessageNotFoundError, PgqueQueueDisabledError."""
         return await self._client._value(
             int, "select pgque.archive_replay(%(archive)s::bigint)", {"archive": archive_id}
         )

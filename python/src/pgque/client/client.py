@@ -240,9 +240,9 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
             ttl: seconds after which the message expires; 0 is never, None the queue's `message_ttl`.
             partition_key: goes to `extra1`, and is the key for keyed order if there is no `key`.
 
-        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueQueueDisabled, PgqueBadArgument (also for a text that
-        the connection's encoding lacks), TypeError for a value that cannot be encoded, and ValueError for
-        NaN.
+        Raises PgqueQueueNotFoundError, PgqueQueueFullError, PgqueQueueDisabledError, PgqueBadArgumentError
+        (also for a text that the connection's encoding lacks), TypeError for a value that cannot be encoded,
+        and ValueError for NaN.
         """
         options = {
             "headers": headers,
@@ -335,7 +335,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         """Send a message unless one with this key was sent within `ttl` seconds. Calls `pgque.send_idem`.
 
         Returns a SendResult: the id of the message, or of the earlier one if `deduped` is true. Raises
-        PgqueQueueNotFound, PgqueQueueDisabled, PgqueBadArgument.
+        PgqueQueueNotFoundError, PgqueQueueDisabledError, PgqueBadArgumentError.
         """
         value, cast = _encode.text_and_cast(payload, self._encoder)
         return await self._row(
@@ -367,8 +367,8 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         The consumer receives messages after `start_at`: "latest" (the default), "earliest", a tick id or a
         time; a datetime without time zone is local time. With `keyed_order` its workers get the messages of
         one key one at a time, in order. With `key_concurrency` they get at most this many of one key at a
-        time. Raises PgqueQueueNotFound, PgqueQueueFull, PgqueInvalidName, PgqueBadArgument, and
-        PgqueQueueInUse if it is subscribed with another limit.
+        time. Raises PgqueQueueNotFoundError, PgqueQueueFullError, PgqueInvalidNameError,
+        PgqueBadArgumentError, and PgqueQueueInUseError if it is subscribed with another limit.
         """
         sql, params = _encode.arguments(
             {
@@ -387,7 +387,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         """Remove a consumer from a queue, and return how many subscriptions were removed. Calls
         `pgque.unsubscribe`.
 
-        Its pending retries are lost, its dead letters stay. Raises PgqueQueueNotFound.
+        Its pending retries are lost, its dead letters stay. Raises PgqueQueueNotFoundError.
         """
         return await self._value(
             int,
@@ -418,7 +418,8 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         A new batch ends before its payloads and headers exceed `max_bytes`, with at least one message; None
         is no limit. The driver needs several times this memory.
 
-        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueQueueInUse, PgqueBadArgument.
+        Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgqueQueueInUseError,
+        PgqueBadArgumentError.
         """
         call, params = _statements.receive(
             queue, consumer, max_messages, worker, visibility_timeout, ack_batch, max_bytes
@@ -469,9 +470,9 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         `retry_after` None is the queue's `retry_backoff`, or 60 seconds. A message without retries left goes
         the way of the queue's `drop_policy`, with `reason`.
 
-        For one message (or its id) it returns 1, and raises PgqueMessageNotInBatch or PgqueBatchNotFound. For
-        a sequence it returns an Outcome for each. Raises PgqueBadArgument. Acknowledge the batch of a
-        consumer without workers afterwards.
+        For one message (or its id) it returns 1, and raises PgqueMessageNotInBatchError or
+        PgqueBatchNotFoundError. For a sequence it returns an Outcome for each. Raises PgqueBadArgumentError.
+        Acknowledge the batch of a consumer without workers afterwards.
         """
         options = {
             "retry_after": ("interval", _encode.interval(retry_after)),
@@ -515,7 +516,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         """Extend the lease on a worker's batch by some seconds. Calls `pgque.extend`.
 
         Returns the number of its messages that are still leased, 0 if the batch is lost. Raises
-        PgqueBadArgument.
+        PgqueBadArgumentError.
         """
         return await self._value(
             int,
@@ -528,7 +529,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         `pgque.set_visibility`.
 
         Returns the number of its messages that are still leased, 0 if the batch is lost. Raises
-        PgqueBadArgument.
+        PgqueBadArgumentError.
         """
         return await self._value(
             int,
@@ -541,7 +542,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         `pgque.peek`.
 
         `consumer` None is the slowest consumer. Retries that are due are among them. Raises
-        PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument for an `n` below 1.
+        PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgqueBadArgumentError for an `n` below 1.
         """
         sql, params = _encode.arguments({"consumer_name": ("text", consumer)})
         return await self._rows(
@@ -557,7 +558,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         `pgque.register_subconsumer`.
 
         `convert_normal` turns a consumer that reads on its own into one with workers. Raises
-        PgqueQueueNotFound, PgqueInvalidName, PgqueQueueInUse.
+        PgqueQueueNotFoundError, PgqueInvalidNameError, PgqueQueueInUseError.
         """
         return await self._value(
             int,
@@ -572,8 +573,8 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         """Remove a worker of a consumer and return 1, or 0 if there is none. Calls
         `pgque.unregister_subconsumer`.
 
-        `batch_handling`: 0 raises PgqueQueueInUse while the worker has an open batch, 1 sends its messages
-        through retry.
+        `batch_handling`: 0 raises PgqueQueueInUseError while the worker has an open batch, 1 sends its
+        messages through retry.
         """
         return await self._value(
             int,
@@ -596,8 +597,8 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         `pgque.receive_coop`.
 
         A worker has at most one batch. The batch of a worker that was silent for `dead_interval` seconds is
-        taken over. `max_bytes` is that of `receive`. Raises PgqueQueueNotFound, PgqueQueueInUse,
-        PgqueInvalidName, PgqueBadArgument.
+        taken over. `max_bytes` is that of `receive`. Raises PgqueQueueNotFoundError, PgqueQueueInUseError,
+        PgqueInvalidNameError, PgqueBadArgumentError.
         """
         with _otel.timed("receive", queue, consumer):
             return await self._rows(
@@ -616,7 +617,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
 
     async def touch_subconsumer(self, queue: str, consumer: str, subconsumer: str) -> int:
         """Mark a worker as alive and return 1: `dead_interval` counts from now. Calls
-        `pgque.touch_subconsumer`. Raises PgqueConsumerNotFound."""
+        `pgque.touch_subconsumer`. Raises PgqueConsumerNotFoundError."""
         return await self._value(
             int,
             "select pgque.touch_subconsumer(%(queue)s::text, %(consumer)s::text, %(worker)s::text)",
@@ -625,7 +626,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
 
     async def ticker(self, queue: str) -> int | None:
         """Tick one queue if it has a reason, and return the tick id or None. Calls `pgque.ticker`. Raises
-        PgqueQueueNotFound."""
+        PgqueQueueNotFoundError."""
         return await self._maybe(int, "select pgque.ticker(%(queue)s::text)", {"queue": queue})
 
     async def ticker_all(self) -> int:
@@ -634,7 +635,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
 
     async def force_next_tick(self, queue: str) -> int | None:
         """Make the next call of `ticker` tick this queue, whatever its settings. Calls
-        `pgque.force_next_tick`. Raises PgqueQueueNotFound."""
+        `pgque.force_next_tick`. Raises PgqueQueueNotFoundError."""
         return await self._maybe(int, "select pgque.force_next_tick(%(queue)s::text)", {"queue": queue})
 
     async def cancel(self, queue: str, msg_id: int, consumer: str | None = None) -> str:
@@ -643,8 +644,9 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
 
         With `consumer`, only this consumer is concerned. If a worker has the message, its handler runs on,
         and the outcome does not count. The state is one of those in `QueuedMessage`, "cancelled" if it was
-        cancelled before, or "done" if no consumer has it. Raises PgqueQueueNotFound, PgqueMessageNotFound,
-        PgqueConsumerNotFound, and PgqueBadArgument if the message is delayed and a consumer is given.
+        cancelled before, or "done" if no consumer has it. Raises PgqueQueueNotFoundError,
+        PgqueMessageNotFoundError, PgqueConsumerNotFoundError, and PgqueBadArgumentError if the message is
+        delayed and a consumer is given.
         """
         with self._unlimited():
             return await self._value(

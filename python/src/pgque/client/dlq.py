@@ -35,7 +35,7 @@ class AsyncDlq(AsyncGroup):
         `reason` is a reason as here or as `reasons` returns it. `since` and `until` filter by the time
         when messages were given up; a datetime without time zone is local time. `matching` is a text in
         payload, headers or reason, in upper or lower case. To read page by page, pass the last `dl_id` as
-        `before_id`. Raises PgqueQueueNotFound.
+        `before_id`. Raises PgqueQueueNotFoundError.
         """
         return await self._client._rows(
             f"select {columns(DeadLetter, 'd')}"
@@ -59,7 +59,7 @@ class AsyncDlq(AsyncGroup):
 
     async def reasons(self, queue: str) -> list[DeadReason]:
         """Return the reasons of a queue's dead letters with their counts, the most frequent first. Calls
-        `pgque.dlq_reasons`. Raises PgqueQueueNotFound."""
+        `pgque.dlq_reasons`. Raises PgqueQueueNotFoundError."""
         return await self._client._rows(
             f"select {columns(DeadReason, 'd')} from pgque.dlq_reasons(%(queue)s::text) as d",
             {"queue": queue},
@@ -68,14 +68,14 @@ class AsyncDlq(AsyncGroup):
 
     async def delete(self, dl_id: int) -> int:
         """Delete a dead letter, also a held one, and return its message id. Calls `pgque.dlq_delete`. Raises
-        PgqueNotDeadLetter."""
+        PgqueNotDeadLetterError."""
         return await self._client._value(int, "select pgque.dlq_delete(%(dl)s::bigint)", {"dl": dl_id})
 
     async def requeue(self, dl_id: int) -> int:
         """Requeue a dead letter to the consumer that failed it, and return its message id. Calls
         `pgque.dlq_requeue`.
 
-        Raises PgqueNotDeadLetter, and PgqueConsumerNotFound if that consumer was unsubscribed.
+        Raises PgqueNotDeadLetterError, and PgqueConsumerNotFoundError if that consumer was unsubscribed.
         """
         return await self._client._value(int, "select pgque.dlq_requeue(%(dl)s::bigint)", {"dl": dl_id})
 
@@ -84,7 +84,7 @@ class AsyncDlq(AsyncGroup):
         their number. Calls `pgque.dlq_requeue_all`.
 
         With `reason`, one that `reasons` returns, only dead letters with this reason. Raises
-        PgqueQueueNotFound.
+        PgqueQueueNotFoundError.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         with self._client._unlimited():
@@ -96,7 +96,7 @@ class AsyncDlq(AsyncGroup):
         """Send a dead letter to every consumer as a new message, and return the new id. Calls
         `pgque.dlq_replay`.
 
-        Raises PgqueNotDeadLetter, PgqueQueueDisabled.
+        Raises PgqueNotDeadLetterError, PgqueQueueDisabledError.
         """
         return await self._client._value(int, "select pgque.dlq_replay(%(dl)s::bigint)", {"dl": dl_id})
 
@@ -107,7 +107,7 @@ class AsyncDlq(AsyncGroup):
         `pgque.dlq_replay_all`.
 
         Returns a ReplayResult: how many were sent, and how many stay because they failed. With `reason`, one
-        that `reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFound.
+        that `reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFoundError.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         with self._client._unlimited():
@@ -124,7 +124,7 @@ class AsyncDlq(AsyncGroup):
         Calls `pgque.dlq_purge`.
 
         Held ones stay. With `reason`, one that `reasons` returns, only dead letters with this reason.
-        Raises PgqueQueueNotFound, PgqueBadArgument.
+        Raises PgqueQueueNotFoundError, PgqueBadArgumentError.
         """
         named, params = _encode.arguments({"reason": ("text", reason)})
         with self._client._unlimited():

@@ -36,7 +36,7 @@ class AsyncMessages(AsyncGroup):
         `since` and `until` filter by the time of sending; a datetime without time zone is local time.
         `matching` is a text in payload, headers or last error, in upper or lower case. To read page by page,
         pass `after_id=0`, and then the last id. A page can be longer than `limit`, since the rows of one
-        message stay together. Raises PgqueQueueNotFound, PgqueBadArgument.
+        message stay together. Raises PgqueQueueNotFoundError, PgqueBadArgumentError.
         """
         return await self._client._rows(
             f"select {columns(QueuedMessage, 'm')}"
@@ -60,7 +60,7 @@ class AsyncMessages(AsyncGroup):
 
     async def get(self, queue: str, msg_id: int) -> builtins.list[QueuedMessage]:
         """Return one message, one row for each consumer that still has it. Calls `pgque.get_message`. Raises
-        PgqueQueueNotFound, PgqueMessageNotFound."""
+        PgqueQueueNotFoundError, PgqueMessageNotFoundError."""
         return await self._client._rows(
             f"select {columns(QueuedMessage, 'm')}"
             " from pgque.get_message(%(queue)s::text, %(msg)s::bigint) as m",
@@ -70,7 +70,7 @@ class AsyncMessages(AsyncGroup):
 
     async def status(self, queue: str, msg_id: int) -> builtins.list[MessageStatus]:
         """Return the state of a message, one row for each consumer that still has it. Calls
-        `pgque.message_status`. Raises PgqueMessageNotFound."""
+        `pgque.message_status`. Raises PgqueMessageNotFoundError."""
         return await self._client._rows(
             f"select {columns(MessageStatus, 's')}"
             " from pgque.message_status(%(queue)s::text, %(msg)s::bigint) as s",
@@ -80,7 +80,7 @@ class AsyncMessages(AsyncGroup):
 
     async def purge_key(self, queue: str, key: str) -> int:
         """Remove the pending message with a key and return 1, or 0 if there is none. Calls `pgque.purge_key`.
-        Raises PgqueQueueNotFound."""
+        Raises PgqueQueueNotFoundError."""
         return await self._client._value(
             int, "select pgque.purge_key(%(queue)s::text, %(key)s::text)", {"queue": queue, "key": key}
         )

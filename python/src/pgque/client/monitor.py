@@ -51,7 +51,7 @@ class AsyncMonitor(AsyncGroup):
         self, queue: str, since: Seconds = timedelta(hours=6), buckets: int = 72
     ) -> list[Rate]:
         """Return how many messages were sent to a queue in the last `since` seconds, in `buckets` equal
-        parts. Calls `pgque.queue_rates`. Raises PgqueQueueNotFound, PgqueBadArgument."""
+        parts. Calls `pgque.queue_rates`. Raises PgqueQueueNotFoundError, PgqueBadArgumentError."""
         return await self._client._rows(
             f"select {columns(Rate, 'r')} from pgque.queue_rates("
             "%(queue)s::text, %(since)s::interval, %(buckets)s::int) as r",
@@ -61,7 +61,7 @@ class AsyncMonitor(AsyncGroup):
 
     async def get_queue_info(self, queue: str | None = None) -> list[QueueInfo]:
         """Return settings and load of one queue or of all. Calls `pgque.get_queue_info`. Raises
-        PgqueQueueNotFound."""
+        PgqueQueueNotFoundError."""
         call = "pgque.get_queue_info()" if queue is None else "pgque.get_queue_info(%(queue)s::text)"
         return await self._client._rows(
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo

@@ -23,7 +23,7 @@ class AsyncPgq(AsyncGroup):
     async def next_batch(self, queue: str, consumer: str) -> int | None:
         """Open the next window of whole ticks as a batch, up to `ticker_max_count` events, and return its id,
         or None. With the setting `max_window` a large window becomes several batches. Calls
-        `pgque.next_batch`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
+        `pgque.next_batch`. Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError."""
         return await self._client._maybe(
             int,
             "select pgque.next_batch(%(queue)s::text, %(consumer)s::text)",
@@ -39,7 +39,7 @@ class AsyncPgq(AsyncGroup):
 
     async def get_batch_events(self, batch_id: int) -> list[BatchEvent]:
         """Return the events of an open batch in the order of their ids. Calls `pgque.get_batch_events`.
-        Raises PgqueBatchNotFound."""
+        Raises PgqueBatchNotFoundError."""
         return await self._client._rows(
             f"select {_EVENT} from pgque.get_batch_events(%(batch)s::bigint) as e",
             {"batch": batch_id},
@@ -48,7 +48,7 @@ class AsyncPgq(AsyncGroup):
 
     async def get_batch_info(self, batch_id: int) -> BatchInfo:
         """Return the window that an open batch was cut from. Calls `pgque.get_batch_info`. Raises
-        PgqueBatchNotFound."""
+        PgqueBatchNotFoundError."""
         return await self._client._row(
             f"select {columns(BatchInfo, 'b')} from pgque.get_batch_info(%(batch)s::bigint) as b",
             {"batch": batch_id},
@@ -60,7 +60,7 @@ class AsyncPgq(AsyncGroup):
         `pgque.event_retry`.
 
         Returns 1, or 0 if it was rejected already. A datetime without time zone is local time. Raises
-        PgqueMessageNotInBatch, PgqueBatchNotFound, PgqueBadArgument.
+        PgqueMessageNotInBatchError, PgqueBatchNotFoundError, PgqueBadArgumentError.
         """
         cast = "int"
         if isinstance(retry_after, datetime):
@@ -74,7 +74,8 @@ class AsyncPgq(AsyncGroup):
     async def batch_retry(self, batch_id: int, retry_seconds: int) -> int:
         """Reject all events of a batch: they are redelivered in some seconds. Calls `pgque.batch_retry`.
 
-        Returns their number. Finish the batch afterwards. Raises PgqueBatchNotFound, PgqueBadArgument.
+        Returns their number. Finish the batch afterwards. Raises PgqueBatchNotFoundError,
+        PgqueBadArgumentError.
         """
         return await self._client._value(
             int,

@@ -52,7 +52,8 @@ class AsyncRecurring(AsyncGroup):
             starts_at: no run is before; a datetime without time zone is local time.
             ends_at: no run is after.
 
-        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueInvalidName, PgqueBadArgument, PgquePermissionDenied.
+        Raises PgqueQueueNotFoundError, PgqueQueueFullError, PgqueInvalidNameError, PgqueBadArgumentError,
+        PgquePermissionDeniedError.
         """
         options = {
             "headers": headers,
@@ -83,7 +84,7 @@ class AsyncRecurring(AsyncGroup):
 
     async def drop(self, name: str) -> None:
         """Drop a recurring message; messages that it sent stay. Calls `pgque.drop_recurring`. Raises
-        PgqueMessageNotFound, PgquePermissionDenied."""
+        PgqueMessageNotFoundError, PgquePermissionDeniedError."""
         await self._client._run("select pgque.drop_recurring(%(name)s::text)", {"name": name})
 
     async def pause(self, name: str) -> bool:

@@ -17,7 +17,7 @@ import psycopg
 from rich.console import Console
 
 from ..cli.common import visible
-from ..errors import PgqueError, PgqueNoScheduler
+from ..errors import PgqueError, PgqueNoSchedulerError
 from ..ops import embedded
 from ..twins.client import PgqueClient, connect
 
@@ -162,7 +162,7 @@ class Driver:
                 client.admin.start()
                 self._wait(client)
                 return self
-            except PgqueNoScheduler:
+            except PgqueNoSchedulerError:
                 pass
             self._start_process()
             self._wait(client)

@@ -9,7 +9,7 @@ from typing import Any
 from django.db import router
 from django.db.migrations.operations import RunSQL
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 from ..ops import migrations as _migrations
 from ..ops.install import refuse_downgrade, sql_text
 from ..transaction.adapters import unprepared
@@ -33,7 +33,7 @@ class _Operation(RunSQL):
         return self._description
 
     def database_forwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
-        """Run the SQL where the routers allow it. Raises PgqueBadArgument for what is not PostgreSQL."""
+        """Run the SQL where the routers allow it. Raises PgqueBadArgumentError for what is not PostgreSQL."""
         if router.allow_migrate(schema_editor.connection.alias, app_label, **self.hints):
             self._check(schema_editor)
         with unprepared(schema_editor.connection.connection):
@@ -45,10 +45,10 @@ class _Operation(RunSQL):
             super().database_backwards(app_label, schema_editor, from_state, to_state)
 
     def _check(self, schema_editor: Any) -> None:
-        """Raise PgqueBadArgument for a database that is not PostgreSQL."""
+        """Raise PgqueBadArgumentError for a database that is not PostgreSQL."""
         connection = schema_editor.connection
         if connection.vendor != "postgresql":
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"pgque needs PostgreSQL, and Django's database {connection.alias!r} is {connection.vendor}",
                 hint="Let a database router keep this migration away from it (allow_migrate).",
             )

@@ -98,7 +98,7 @@ def run_ticker(
     random pause, without limit. So it does if the server does not answer for `command_timeout` seconds;
     None is no limit. Setting `stop` ends the running call within a second.
 
-    Raises a PgqueError if trying again cannot help: PgqueVersionError, PgquePermissionDenied.
+    Raises a PgqueError if trying again cannot help: PgqueVersionError, PgquePermissionDeniedError.
     """
     stopped = stop or threading.Event()
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from ..codec import encode as _encode
-from ..errors import PgqueBadArgument, described
+from ..errors import PgqueBadArgumentError, described
 from ..outcomes import Dead, HandlerOutcome, Release, Retry, reason_of, retry_interval
 from ..types import Message, Seconds, columns
 
@@ -86,7 +86,7 @@ def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta
         case Retry(after=after, reason=reason):
             try:
                 own = retry_interval(after)
-            except PgqueBadArgument as error:
+            except PgqueBadArgumentError as error:
                 return failure_outcome(error, retry_after)
             return MessageOutcome("nack", retry_after if own is None else own, reason_of(reason))
         case Dead(reason=reason):

@@ -251,7 +251,7 @@ class AsyncRuntime:
                 and one number for all. It also counts for `Retry()`. None is `retry_after` of the worker.
 
         Raises TypeError for an object that cannot be a handler, an annotation that cannot be validated, and
-        what is no class of errors; PgqueBadArgument for a pause below 0 or over ten years.
+        what is no class of errors; PgqueBadArgumentError for a pause below 0 or over ten years.
         """
         return self._handlers.register(type, retries=retries(retry_on, dead_on, backoff))
 
@@ -331,11 +331,12 @@ class AsyncRuntime:
         After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
         and a second more to release messages.
 
-        Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFound,
-        PgqueConsumerNotFound, PgquePermissionDenied; PgqueQueueInUse if a worker's consumer reads on its own,
-        or a subconsumer's; PgqueBadArgument if a consumer without workers has workers, and without a
-        handler, unless `unknown_handler_policy` is "ack". Running handlers have `shutdown_timeout` seconds to
-        finish then. Raises PgqueError while the object runs already, and after it was stopped.
+        Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFoundError,
+        PgqueConsumerNotFoundError, PgquePermissionDeniedError; PgqueQueueInUseError if a worker's consumer
+        reads on its own, or a subconsumer's; PgqueBadArgumentError if a consumer without workers has workers,
+        and without a handler, unless `unknown_handler_policy` is "ack". Running handlers have
+        `shutdown_timeout` seconds to finish then. Raises PgqueError while the object runs already, and after
+        it was stopped.
         """
         self._handlers.check_any(self.unknown_handler_policy)
         check_until_idle(self, until_idle)

@@ -82,7 +82,7 @@ class AsyncWorkMessage(Message):
 
     async def nack(self, after: Seconds | None = None, reason: str | None = None) -> bool:
         """Reject the message: it is redelivered after some seconds; None is the queue's setting. Calls
-        `pgque.nack`. Raises PgqueBadArgument for a negative length of time, or one over ten years."""
+        `pgque.nack`. Raises PgqueBadArgumentError for a negative length of time, or one over ten years."""
         return await self._report(MessageOutcome("nack", retry_interval(after), reason))
 
     async def dead(self, reason: str | None = None) -> bool:
@@ -259,8 +259,8 @@ class AsyncWorkQueue:
             max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None
                 is no limit.
 
-        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueConnectionError. After a lost connection, call
-        again.
+        Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgqueConnectionError. After a lost
+        connection, call again.
         """
         if self.consumer is None:
             raise ValueError("to receive, a work queue needs the name of its consumer")
@@ -462,7 +462,7 @@ class AsyncWorker(AsyncRuntime):
         command_timeout: seconds in which the server has to answer each call; then the worker connects again.
             It does not count for the statements of transactional handlers.
 
-    Raises PgqueBadArgument for an argument of a Consumer that a worker cannot have.
+    Raises PgqueBadArgumentError for an argument of a Consumer that a worker cannot have.
     """
 
     _kind = "Worker"

@@ -20,7 +20,7 @@ class Admin(Group):
         """Create a queue and return 1, or 0 if its name is taken; that queue keeps its settings. Calls
         `pgque.create_queue`.
 
-        Raises PgqueInvalidName, and PgqueBadArgument for a setting that is unknown or out of range.
+        Raises PgqueInvalidNameError, and PgqueBadArgumentError for a setting that is unknown or out of range.
         """
         if config is None:
             return self._client._value(
@@ -34,15 +34,15 @@ class Admin(Group):
 
     def alter_queue(self, queue: str, config: Mapping[str, Setting]) -> None:
         """Change settings of a queue, all or none, and return their number; None restores a default. Calls
-        `pgque.alter_queue`. Raises PgqueQueueNotFound, PgqueBadArgument."""
+        `pgque.alter_queue`. Raises PgqueQueueNotFoundError, PgqueBadArgumentError."""
         self._client._run(
             "select pgque.alter_queue(%(queue)s::text, %(config)s::jsonb)",
             {"queue": queue, "config": _encode.config_json(config)},
         )
 
     def rename_queue(self, queue: str, new_name: str) -> int:
-        """Rename a queue; its `queue_uid` stays. Calls `pgque.rename_queue`. Raises PgqueQueueNotFound,
-        PgqueQueueExists, PgqueInvalidName."""
+        """Rename a queue; its `queue_uid` stays. Calls `pgque.rename_queue`. Raises PgqueQueueNotFoundError,
+        PgqueQueueExistsError, PgqueInvalidNameError."""
         return self._client._value(
             int,
             "select pgque.rename_queue(%(queue)s::text, %(new)s::text)",
@@ -51,7 +51,7 @@ class Admin(Group):
 
     def drop_queue(self, queue: str, force: bool = False) -> int:
         """Drop a queue; `force` also drops its consumers and messages. Calls `pgque.drop_queue`. Raises
-        PgqueQueueNotFound, PgqueQueueInUse."""
+        PgqueQueueNotFoundError, PgqueQueueInUseError."""
         with self._client._unlimited():
             return self._client._value(
                 int,
@@ -61,7 +61,7 @@ class Admin(Group):
 
     def queue_settings(self, queue: str) -> list[QueueSetting]:
         """Return the settings of a queue with their defaults, units and meaning. Calls
-        `pgque.queue_settings`. Raises PgqueQueueNotFound."""
+        `pgque.queue_settings`. Raises PgqueQueueNotFoundError."""
         return self._client._rows(
             f"select {columns(QueueSetting, 's')} from pgque.queue_settings(%(queue)s::text) as s",
             {"queue": queue},
@@ -70,7 +70,7 @@ class Admin(Group):
 
     def queue_config(self, queue: str) -> dict[str, str | None]:
         """Return the settings in force for a queue, as text. Calls `pgque.queue_settings`. Raises
-        PgqueQueueNotFound."""
+        PgqueQueueNotFoundError."""
         pairs = self._client._rows(
             "select s.setting, s.value from pgque.queue_settings(%(queue)s::text) as s",
             {"queue": queue},
@@ -80,7 +80,7 @@ class Admin(Group):
 
     def set_queue_config(self, queue: str, param: str, value: Setting) -> None:
         """Change one setting of a queue; None restores its default. Calls `pgque.set_queue_config`. Raises
-        PgqueQueueNotFound, PgqueBadArgument."""
+        PgqueQueueNotFoundError, PgqueBadArgumentError."""
         self._client._run(
             "select pgque.set_queue_config(%(queue)s::text, %(param)s::text, %(value)s::text)",
             {"queue": queue, "param": param, "value": _encode.setting_text(value)},
@@ -88,26 +88,26 @@ class Admin(Group):
 
     def set_default_config(self, param: str, value: Setting) -> None:
         """Change the default of a setting for all queues that do not set it; None restores the built-in
-        default. Calls `pgque.set_default_config`. Raises PgqueBadArgument."""
+        default. Calls `pgque.set_default_config`. Raises PgqueBadArgumentError."""
         self._client._run(
             "select pgque.set_default_config(%(param)s::text, %(value)s::text)",
             {"param": param, "value": _encode.setting_text(value)},
         )
 
     def pause(self, queue: str) -> None:
-        """Pause a queue: senders get PgqueQueueDisabled, consumers still receive. Calls `pgque.pause`. Raises
-        PgqueQueueNotFound."""
+        """Pause a queue: senders get PgqueQueueDisabledError, consumers still receive. Calls `pgque.pause`.
+        Raises PgqueQueueNotFoundError."""
         self._client._run("select pgque.pause(%(queue)s::text)", {"queue": queue})
 
     def resume(self, queue: str) -> None:
-        """Resume a paused queue. Calls `pgque.resume`. Raises PgqueQueueNotFound."""
+        """Resume a paused queue. Calls `pgque.resume`. Raises PgqueQueueNotFoundError."""
         self._client._run("select pgque.resume(%(queue)s::text)", {"queue": queue})
 
     def purge(self, queue: str) -> int:
         """Remove all messages of a queue: pending, delayed, processing and retry. Calls `pgque.purge`.
 
         Dead letters and the archive stay. Returns how many messages the slowest consumer had ahead of it.
-        Raises PgqueQueueNotFound.
+        Raises PgqueQueueNotFoundError.
         """
         with self._client._unlimited():
             return self._client._value(int, "select pgque.purge(%(queue)s::text)", {"queue": queue})
@@ -116,8 +116,8 @@ class Admin(Group):
         """Grant a role a right to one queue: `produce`, `consume`, or `admin`, which includes both. Calls
         `pgque.grant_queue`.
 
-        Returns False if the role has the right. Raises PgqueQueueNotFound, PgqueBadArgument, and PgqueError
-        if there is no such role.
+        Returns False if the role has the right. Raises PgqueQueueNotFoundError, PgqueBadArgumentError, and
+        PgqueError if there is no such role.
         """
         given = self._client._value(
             int,
@@ -160,7 +160,7 @@ class Admin(Group):
         `pgque.set_schedule`.
 
         `every` is seconds or an interval. Returns the one in force. If the new one is invalid, the old one
-        stays, and PgqueBadArgument is raised.
+        stays, and PgqueBadArgumentError is raised.
         """
         return self._client._value(
             str,
@@ -173,14 +173,14 @@ class Admin(Group):
 
     def set_history(self, what: str, keep: Seconds | None) -> None:
         """Set for how many seconds at least the history of "actions" or "lags" is kept; None turns it off.
-        Calls `pgque.set_history`. Raises PgqueBadArgument."""
+        Calls `pgque.set_history`. Raises PgqueBadArgumentError."""
         self._client._run(
             "select pgque.set_history(%(what)s::text, %(keep)s::interval)",
             {"what": what, "keep": None if keep is None else _encode.interval(keep)},
         )
 
     def start(self) -> None:
-        """Schedule the ticker with pg_cron. Calls `pgque.start`. Raises PgqueNoScheduler if pg_cron is
+        """Schedule the ticker with pg_cron. Calls `pgque.start`. Raises PgqueNoSchedulerError if pg_cron is
         missing."""
         self._client._run("select pgque.start()")
 

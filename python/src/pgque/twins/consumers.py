@@ -18,7 +18,7 @@ class Consumers(Group):
 
     def get_info(self, queue: str | None = None, consumer: str | None = None) -> list[ConsumerInfo]:
         """Return position and lag of all consumers, of those of a queue, or of one. Calls
-        `pgque.get_consumer_info`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
+        `pgque.get_consumer_info`. Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError."""
         arguments = ["%(queue)s::text"] if queue is not None else []
         if consumer is not None:
             if queue is None:
@@ -34,7 +34,7 @@ class Consumers(Group):
         self, queue: str, consumer: str | None = None, since: Seconds = timedelta(hours=6)
     ) -> list[LagSample]:
         """Return how far consumers of a queue lagged in the last `since` seconds, a sample a minute. Calls
-        `pgque.consumer_lags`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
+        `pgque.consumer_lags`. Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError."""
         return self._client._rows(
             f"select {columns(LagSample, 's')} from pgque.consumer_lags("
             "%(queue)s::text, %(consumer)s::text, %(since)s::interval) as s",
@@ -56,7 +56,7 @@ class Consumers(Group):
         """Release the batches that workers received more than `older_than` seconds ago, and return their
         number. Calls `pgque.reclaim`.
 
-        One call releases at most 500 while workers report outcomes. Raises PgqueBadArgument.
+        One call releases at most 500 while workers report outcomes. Raises PgqueBadArgumentError.
         """
         return self._client._value(
             int,
@@ -70,8 +70,8 @@ class Consumers(Group):
 
         It receives again what became visible after that time. Messages that all consumers have finished stay
         for two to three `rotation_period`. A datetime without time zone is local time. Raises
-        PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument if the consumer has workers,
-        PgqueTickNotFound if the queue stores no tick as old as `at`.
+        PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgqueBadArgumentError if the consumer has
+        workers, PgqueTickNotFoundError if the queue stores no tick as old as `at`.
         """
         return self._client._value(
             int,
@@ -84,7 +84,7 @@ class Consumers(Group):
         `pgque.share_consumer`.
 
         Its position and its pending retries stay. Its open batch goes to the workers. Raises
-        PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers.
+        PgqueQueueNotFoundError, PgqueConsumerNotFoundError, and PgqueQueueInUseError if it has subconsumers.
         """
         with self._client._unlimited():
             return self._client._value(
@@ -98,8 +98,8 @@ class Consumers(Group):
         `pgque.unshare_consumer`.
 
         Its position and its pending retries stay. Messages that workers have leased are redelivered. Raises
-        PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers or
-        `key_concurrency`.
+        PgqueQueueNotFoundError, PgqueConsumerNotFoundError, and PgqueQueueInUseError if it has subconsumers
+        or `key_concurrency`.
         """
         with self._client._unlimited():
             return self._client._value(
@@ -112,8 +112,9 @@ class Consumers(Group):
         """Set how many messages of one key the workers of a consumer have at most: return 1, or 0 if it was
         set so. Calls `pgque.set_key_concurrency`.
 
-        1 keeps the order of a key, None is no limit. Raises PgqueQueueNotFound, PgqueConsumerNotFound,
-        PgqueBadArgument, and PgqueQueueInUse if the consumer has no workers.
+        1 keeps the order of a key, None is no limit. Raises PgqueQueueNotFoundError,
+        PgqueConsumerNotFoundError, PgqueBadArgumentError, and PgqueQueueInUseError if the consumer has no
+        workers.
         """
         with self._client._unlimited():
             return self._client._value(
@@ -124,7 +125,7 @@ class Consumers(Group):
 
     def retry_now(self, queue: str, consumer: str) -> int:
         """Make every message of a consumer in state retry due now, and return their number. Calls
-        `pgque.retry_now`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
+        `pgque.retry_now`. Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError."""
         with self._client._unlimited():
             return self._client._value(
                 int,

@@ -36,7 +36,7 @@ class Dlq(Group):
         `reason` is a reason as here or as `reasons` returns it. `since` and `until` filter by the time
         when messages were given up; a datetime without time zone is local time. `matching` is a text in
         payload, headers or reason, in upper or lower case. To read page by page, pass the last `dl_id` as
-        `before_id`. Raises PgqueQueueNotFound.
+        `before_id`. Raises PgqueQueueNotFoundError.
         """
         return self._client._rows(
             f"select {columns(DeadLetter, 'd')}"
@@ -60,7 +60,7 @@ class Dlq(Group):
 
     def reasons(self, queue: str) -> list[DeadReason]:
         """Return the reasons of a queue's dead letters with their counts, the most frequent first. Calls
-        `pgque.dlq_reasons`. Raises PgqueQueueNotFound."""
+        `pgque.dlq_reasons`. Raises PgqueQueueNotFoundError."""
         return self._client._rows(
             f"select {columns(DeadReason, 'd')} from pgque.dlq_reasons(%(queue)s::text) as d",
             {"queue": queue},
@@ -69,14 +69,14 @@ class Dlq(Group):
 
     def delete(self, dl_id: int) -> int:
         """Delete a dead letter, also a held one, and return its message id. Calls `pgque.dlq_delete`. Raises
-        PgqueNotDeadLetter."""
+        PgqueNotDeadLetterError."""
         return self._client._value(int, "select pgque.dlq_delete(%(dl)s::bigint)", {"dl": dl_id})
 
     def requeue(self, dl_id: int) -> int:
         """Requeue a dead letter to the consumer that failed it, and return its message id. Calls
         `pgque.dlq_requeue`.
 
-        Raises PgqueNotDeadLetter, and PgqueConsumerNotFound if that consumer was unsubscribed.
+        Raises PgqueNotDeadLetterError, and PgqueConsumerNotFoundError if that consumer was unsubscribed.
         """
         return self._client._value(int, "select pgque.dlq_requeue(%(dl)s::bigint)", {"dl": dl_id})
 
@@ -85,7 +85,7 @@ class Dlq(Group):
         their number. Calls `pgque.dlq_requeue_all`.
 
         With `reason`, one that `reasons` returns, only dead letters with this reason. Raises
-        PgqueQueueNotFound.
+        PgqueQueueNotFoundError.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         with self._client._unlimited():
@@ -97,7 +97,7 @@ class Dlq(Group):
         """Send a dead letter to every consumer as a new message, and return the new id. Calls
         `pgque.dlq_replay`.
 
-        Raises PgqueNotDeadLetter, PgqueQueueDisabled.
+        Raises PgqueNotDeadLetterError, PgqueQueueDisabledError.
         """
         return self._client._value(int, "select pgque.dlq_replay(%(dl)s::bigint)", {"dl": dl_id})
 
@@ -108,7 +108,7 @@ class Dlq(Group):
         `pgque.dlq_replay_all`.
 
         Returns a ReplayResult: how many were sent, and how many stay because they failed. With `reason`, one
-        that `reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFound.
+        that `reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFoundError.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         with self._client._unlimited():
@@ -125,7 +125,7 @@ class Dlq(Group):
         Calls `pgque.dlq_purge`.
 
         Held ones stay. With `reason`, one that `reasons` returns, only dead letters with this reason.
-        Raises PgqueQueueNotFound, PgqueBadArgument.
+        Raises PgqueQueueNotFoundError, PgqueBadArgumentError.
         """
         named, params = _encode.arguments({"reason": ("text", reason)})
         with self._client._unlimited():

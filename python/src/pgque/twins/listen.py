@@ -26,7 +26,7 @@ _TICK_MISSING = 5.0
 
 def listen(client: PgqueClient, queue: str) -> QueueSettings:
     """Have a connection notified of new messages, and return the settings of the queue, which may be given by
-    its `queue_uid`, with its name. Raises PgqueQueueNotFound."""
+    its `queue_uid`, with its name. Raises PgqueQueueNotFoundError."""
     name = client._value(
         str, "select i.queue_name from pgque.get_queue_info(%(queue)s::text) as i", {"queue": queue}
     )

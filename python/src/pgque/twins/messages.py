@@ -37,7 +37,7 @@ class Messages(Group):
         `since` and `until` filter by the time of sending; a datetime without time zone is local time.
         `matching` is a text in payload, headers or last error, in upper or lower case. To read page by page,
         pass `after_id=0`, and then the last id. A page can be longer than `limit`, since the rows of one
-        message stay together. Raises PgqueQueueNotFound, PgqueBadArgument.
+        message stay together. Raises PgqueQueueNotFoundError, PgqueBadArgumentError.
         """
         return self._client._rows(
             f"select {columns(QueuedMessage, 'm')}"
@@ -61,7 +61,7 @@ class Messages(Group):
 
     def get(self, queue: str, msg_id: int) -> builtins.list[QueuedMessage]:
         """Return one message, one row for each consumer that still has it. Calls `pgque.get_message`. Raises
-        PgqueQueueNotFound, PgqueMessageNotFound."""
+        PgqueQueueNotFoundError, PgqueMessageNotFoundError."""
         return self._client._rows(
             f"select {columns(QueuedMessage, 'm')}"
             " from pgque.get_message(%(queue)s::text, %(msg)s::bigint) as m",
@@ -71,7 +71,7 @@ class Messages(Group):
 
     def status(self, queue: str, msg_id: int) -> builtins.list[MessageStatus]:
         """Return the state of a message, one row for each consumer that still has it. Calls
-        `pgque.message_status`. Raises PgqueMessageNotFound."""
+        `pgque.message_status`. Raises PgqueMessageNotFoundError."""
         return self._client._rows(
             f"select {columns(MessageStatus, 's')}"
             " from pgque.message_status(%(queue)s::text, %(msg)s::bigint) as s",
@@ -81,7 +81,7 @@ class Messages(Group):
 
     def purge_key(self, queue: str, key: str) -> int:
         """Remove the pending message with a key and return 1, or 0 if there is none. Calls `pgque.purge_key`.
-        Raises PgqueQueueNotFound."""
+        Raises PgqueQueueNotFoundError."""
         return self._client._value(
             int, "select pgque.purge_key(%(queue)s::text, %(key)s::text)", {"queue": queue, "key": key}
         )

@@ -52,7 +52,7 @@ class Monitor(Group):
         self, queue: str, since: Seconds = timedelta(hours=6), buckets: int = 72
     ) -> list[Rate]:
         """Return how many messages were sent to a queue in the last `since` seconds, in `buckets` equal
-        parts. Calls `pgque.queue_rates`. Raises PgqueQueueNotFound, PgqueBadArgument."""
+        parts. Calls `pgque.queue_rates`. Raises PgqueQueueNotFoundError, PgqueBadArgumentError."""
         return self._client._rows(
             f"select {columns(Rate, 'r')} from pgque.queue_rates("
             "%(queue)s::text, %(since)s::interval, %(buckets)s::int) as r",
@@ -62,7 +62,7 @@ class Monitor(Group):
 
     def get_queue_info(self, queue: str | None = None) -> list[QueueInfo]:
         """Return settings and load of one queue or of all. Calls `pgque.get_queue_info`. Raises
-        PgqueQueueNotFound."""
+        PgqueQueueNotFoundError."""
         call = "pgque.get_queue_info()" if queue is None else "pgque.get_queue_info(%(queue)s::text)"
         return self._client._rows(
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo

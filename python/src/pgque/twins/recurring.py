@@ -53,7 +53,8 @@ class Recurring(Group):
             starts_at: no run is before; a datetime without time zone is local time.
             ends_at: no run is after.
 
-        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueInvalidName, PgqueBadArgument, PgquePermissionDenied.
+        Raises PgqueQueueNotFoundError, PgqueQueueFullError, PgqueInvalidNameError, PgqueBadArgumentError,
+        PgquePermissionDeniedError.
         """
         options = {
             "headers": headers,
@@ -84,7 +85,7 @@ class Recurring(Group):
 
     def drop(self, name: str) -> None:
         """Drop a recurring message; messages that it sent stay. Calls `pgque.drop_recurring`. Raises
-        PgqueMessageNotFound, PgquePermissionDenied."""
+        PgqueMessageNotFoundError, PgquePermissionDeniedError."""
         self._client._run("select pgque.drop_recurring(%(name)s::text)", {"name": name})
 
     def pause(self, name: str) -> bool:
