@@ -48,7 +48,7 @@ def make_worker(dsn: str) -> pgque.Worker:
         job = message.json()
         if job["shop"] == "south" and message.receive_count == 1:
             print("south fails: the till is offline")
-            raise pgque.Retry(after=0, reason="the till is offline")
+            raise pgque.Retry(retry_after=0, reason="the till is offline")
         with psycopg.connect(dsn) as conn:
             # One job of a night at a time, so that one of them sees that it is the last.
             conn.execute("select pg_advisory_xact_lock(hashtext(%(night)s))", job)

@@ -52,7 +52,7 @@ def send_mails(dsn: str) -> None:
         number = message.json()["order"]
         if message.receive_count == 1:
             print(f"try 1 for order {number}: the mail server is busy")
-            raise pgque.Retry(after=0, reason="the mail server is busy")
+            raise pgque.Retry(retry_after=0, reason="the mail server is busy")
         print(f"mail for order {number}")
         worker.stop()
 

@@ -34,7 +34,7 @@ def main(dsn: str) -> None:
             return pgque.Dead("no address")
         if address.startswith("joe") and message.receive_count == 1:
             print(f"try 1 for {address}: the mail server is busy")
-            raise pgque.Retry(after=0, reason="the mail server is busy")
+            raise pgque.Retry(retry_after=0, reason="the mail server is busy")
         print(f"sent to {address}")
         if address.startswith("joe"):
             worker.stop()

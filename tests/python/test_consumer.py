@@ -520,7 +520,7 @@ _OUTCOMES: dict[str | None, pgque.Retry | pgque.Dead | pgque.Release] = {
     "dead": pgque.Dead("no good"),
     "bounced": _Bounced("no such address"),
     "retry": pgque.Retry(0, "busy"),
-    "later": pgque.Retry(after=3600, reason="tomorrow"),
+    "later": pgque.Retry(retry_after=3600, reason="tomorrow"),
     "retry_after": pgque.Retry(),
     "release": pgque.Release(),
     "unfinished": _Unfinished(),
@@ -640,7 +640,7 @@ class _After(pgque.Retry):
     """A Retry that sets its attributes itself."""
 
     def __init__(self, after: Any, reason: Any) -> None:
-        self.after, self.reason = after, reason
+        self.retry_after, self.reason = after, reason
 
 
 class _Because(pgque.Dead):
@@ -658,7 +658,7 @@ def test_an_outcome_that_sets_its_own_attributes_is_of_its_message_alone(
     kind: type[pgque.Consumer] | type[pgque.Worker],
 ) -> None:
     """The others are acknowledged, and the consumer goes on."""
-    bad = "PgqueBadArgumentError: after must be from 0 seconds to ten years"
+    bad = "PgqueBadArgumentError: retry_after must be from 0 seconds to ten years"
     outcomes: dict[str | None, tuple[object, str, int]] = {
         "seconds": (_After(50, {"code": 5}), "{'code': 5}", 50),
         "negative": (_After(-5, None), bad, 7200),

@@ -170,7 +170,7 @@ def test_a_refused_nack_leaves_the_connection_and_the_acks(
             seen.append(message.payload)
             if message.payload == "b":
                 with pytest.raises(pgque.PgqueBadArgumentError):
-                    message.nack(after=-1)
+                    message.nack(retry_after=-1)
         assert seen == ["a", "b", "c"]
     assert client.receive(pool, "c", worker="other") == []
 

@@ -7,6 +7,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import psycopg
@@ -199,3 +200,40 @@ def test_an_earlier_name_of_an_error_is_its_class_without_a_warning() -> None:
     assert {name for name in errors if not name.endswith("Error")} == {*earlier, "PgqueClient"}
     assert len(earlier) == 16
     assert {"PgqueQueueNotFound", "PgqueConsumerNotFound", "PgqueBatchNotFound"} <= earlier
+
+
+def test_retry_after_has_one_name_and_its_earlier_one_warns(
+    dsn: str, client: pgque.PgqueClient, queue: str, tick: Tick
+) -> None:
+    """The earlier argument is `after`."""
+    with pytest.warns(DeprecationWarning, match="after of Retry is now called retry_after") as caught:
+        retry = pgque.Retry(after=60, reason="busy")
+        assert retry.after == retry.retry_after == pgque.Retry(60).retry_after
+        retry.after = None
+    assert retry.retry_after is None
+    assert [each.filename for each in caught] == [__file__] * 3
+    client.subscribe(queue, "c")
+    client.send_batch(queue, ["a", "b"])
+    tick(queue)
+
+    async def reject() -> None:
+        async with pgque.AsyncWorkQueue(dsn, queue, consumer="c") as work:
+            async for message in work.messages(timeout=0):
+                with pytest.warns(
+                    DeprecationWarning, match="after of nack is now called retry_after"
+                ) as caught:
+                    assert await message.nack(after=3600, reason="busy")
+                assert caught[0].filename == __file__
+                break
+
+    asyncio.run(reject())
+    with pgque.WorkQueue(dsn, queue, consumer="c") as work:
+        for message in work.messages(timeout=0):
+            with pytest.warns(DeprecationWarning, match="after of nack is now called retry_after") as caught:
+                assert message.nack(after=3600, reason="busy")
+            assert caught[0].filename == __file__
+    retried = client.messages.list(queue, "retry")
+    assert [each.last_error for each in retried] == ["busy"] * 2
+    assert all(
+        each.available_at - each.created_at > timedelta(minutes=50) for each in retried if each.available_at
+    )

@@ -457,7 +457,7 @@ def test_an_encoder_that_gives_the_value_back_ends(client: pgque.PgqueClient, qu
 def decode(message: Message) -> object:
     """Read what a program in another language might write."""
     if message.payload == "again":
-        raise pgque.Retry(after=0)
+        raise pgque.Retry(retry_after=0)
     name, _, text = (message.payload or "").partition("=")
     return {name: int(text)}
 

@@ -282,7 +282,7 @@ def test_a_handler_may_return_or_raise_an_outcome(
             raise Mine
         match message.payload:
             case "retry":
-                return pgque.Retry(after=3600, reason="busy")
+                return pgque.Retry(retry_after=3600, reason="busy")
             case "raised":
                 raise pgque.Retry(0, "soon") if first else pgque.Dead("enough")
             case "dead":

@@ -85,7 +85,7 @@ def _send_one_of_each(client: pgque.PgqueClient, queue: str, tick: Tick) -> None
 
 def _register(worker: Any, wrap: Callable[[Callable[[pgque.Message], object]], Any]) -> None:
     def retry(message: pgque.Message) -> object:
-        raise pgque.Retry(after=3600)
+        raise pgque.Retry(retry_after=3600)
 
     def fails(message: pgque.Message) -> object:
         raise RuntimeError("on purpose")
@@ -184,7 +184,7 @@ def test_a_consumer_counts_and_times_its_handlers(
             case "bad" if not message.retry_count:
                 raise RuntimeError("on purpose")
             case "later":
-                return pgque.Retry(after=3600)
+                return pgque.Retry(retry_after=3600)
             case "dead":
                 return pgque.Dead("on purpose")
             case "release" if message.receive_count == 1:

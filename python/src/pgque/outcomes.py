@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from .client.renamed import renamed
 from .codec.encode import interval
 from .errors import PgqueBadArgumentError, described
 from .types import Seconds
@@ -11,7 +12,7 @@ from .types import Seconds
 _MAX_RETRY_AFTER = timedelta(days=3650)
 
 
-def retry_interval(after: Seconds | None, name: str = "after") -> timedelta | None:
+def retry_interval(after: Seconds | None, name: str = "retry_after") -> timedelta | None:
     """Return when a failed message is redelivered.
 
     Raises PgqueBadArgumentError for a value that is no length of time, is negative, or is over ten years.
@@ -49,10 +50,23 @@ class Retry(HandlerOutcome):
     years.
     """
 
-    def __init__(self, after: Seconds | None = None, reason: object = None) -> None:
+    def __init__(
+        self, retry_after: Seconds | None = None, reason: object = None, *, after: Seconds | None = None
+    ) -> None:
+        if after is not None:
+            retry_after = renamed("Retry", "after", "retry_after", after)
         self.reason = reason_of(reason)
         super().__init__(self.reason or "")
-        self.after = retry_interval(after)
+        self.retry_after = retry_interval(retry_after)
+
+    @property
+    def after(self) -> timedelta | None:
+        """Return `retry_after`: an earlier name."""
+        return renamed("Retry", "after", "retry_after", self.retry_after)
+
+    @after.setter
+    def after(self, after: timedelta | None) -> None:
+        self.retry_after = renamed("Retry", "after", "retry_after", after)
 
 
 class Dead(HandlerOutcome):

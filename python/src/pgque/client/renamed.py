@@ -1,4 +1,4 @@
-"""Old names of methods."""
+"""Old names of methods and arguments."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ class Renamed(Generic[P, R]):
         told = f"{owner.__name__}.{self._old} is now called {self._new}"
         warnings.warn(told, DeprecationWarning, stacklevel=2)
         return cast(Callable[P, R], found.__get__(getattr(instance, self._group)))
+
+
+def renamed(what: str, old: str, new: str, given: R) -> R:
+    """Return what a caller passed or set under an older name, with a DeprecationWarning that names the new
+    one. To be called by what the caller calls."""
+    warnings.warn(f"{old} of {what} is now called {new}", DeprecationWarning, stacklevel=3)
+    return given

@@ -83,7 +83,7 @@ def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta
     if isinstance(returned, type) and issubclass(returned, HandlerOutcome):
         returned = returned()
     match returned:
-        case Retry(after=after, reason=reason):
+        case Retry(retry_after=after, reason=reason):
             try:
                 own = retry_interval(after)
             except PgqueBadArgumentError as error:

@@ -140,7 +140,7 @@ class AsyncRuntime:
         if handler_timeout is not None and _encode.total_seconds(handler_timeout) <= 0:
             raise ValueError("handler_timeout must be more than 0 seconds, or None")
         check_min_interval(min_interval)
-        retry_interval(retry_after, "retry_after")
+        retry_interval(retry_after)
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         _payloads.check_bad_payload(bad_payload)
         check_command_timeout(command_timeout)

@@ -19,6 +19,7 @@ import psycopg
 from ..client.client import AsyncPgqueClient
 from ..client.connection import open_client
 from ..client.limit import COMMAND_TIMEOUT, check_command_timeout
+from ..client.renamed import renamed
 from ..client.statements import MAX_BYTES
 from ..codec import encode as _encode
 from ..codec import payloads as _payloads
@@ -80,10 +81,20 @@ class AsyncWorkMessage(Message):
         """Acknowledge the message, and keep it in the archive. Calls `pgque.archive`."""
         return await self._report(ARCHIVE)
 
-    async def nack(self, after: Seconds | None = None, reason: str | None = None) -> bool:
+    async def nack(
+        self,
+        retry_after: Seconds | None = None,
+        reason: str | None = None,
+        *,
+        after: Seconds | None = None,
+    ) -> bool:
         """Reject the message: it is redelivered after some seconds; None is the queue's setting. Calls
-        `pgque.nack`. Raises PgqueBadArgumentError for a negative length of time, or one over ten years."""
-        return await self._report(MessageOutcome("nack", retry_interval(after), reason))
+        `pgque.nack`. Raises PgqueBadArgumentError for a negative length of time, or one over ten years.
+
+        `after` is the earlier name of `retry_after`."""
+        if after is not None:
+            retry_after = renamed("nack", "after", "retry_after", after)
+        return await self._report(MessageOutcome("nack", retry_interval(retry_after), reason))
 
     async def dead(self, reason: str | None = None) -> bool:
         """Give the message up, without more retries. Calls `pgque.dead`."""
@@ -395,7 +406,7 @@ class AsyncWorker(AsyncRuntime):
 
     If a handler returns, its message is acknowledged. If it raises, the message is rejected with the text of
     the error as reason, and redelivered after `retry_after` seconds; after the last attempt it goes the way
-    of the queue's `drop_policy`. A handler may also return or raise `Retry(after=…)`, `Dead(…)` or
+    of the queue's `drop_policy`. A handler may also return or raise `Retry(retry_after=…)`, `Dead(…)` or
     `Release()`.
 
     The worker extends the lease of a message every half `visibility_timeout` while its handler runs, however
