@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Generic, TypeAlias, cast, overload
 
-from .codec import convert as _convert
+from .codec.convert import MisfitError, converter, name_of
 from .codec.decode import parse_json
 from .errors import PgquePayloadError
 
@@ -120,17 +120,17 @@ class Message(_Decoding, Generic[T_co]):
         Raises TypeError for a type that no payload becomes, such as a list of Structs (put the list into a
         Struct), and ImportError if pydantic is missing or older than 2.10: `pip install "./python[typed]"`.
         """
-        convert = _convert.converter(model)
+        convert = converter(model)
         try:
             if hasattr(self, "_decoder"):
                 return convert(self._decoded(), False)
             return convert(self.payload if self.payload_bytes is None else self.payload_bytes, True)
         except RecursionError:
             problem, cause = "payload: nested too deeply", None
-        except _convert.MisfitError as misfit:
+        except MisfitError as misfit:
             problem, cause = str(misfit), misfit.__cause__
         raise PgquePayloadError(
-            f"message {self.msg_id} does not fit {_convert.name_of(model)}: {problem}", queue=self.queue
+            f"message {self.msg_id} does not fit {name_of(model)}: {problem}", queue=self.queue
         ) from cause
 
     def _decoded(self) -> object:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import QueueRights, QueueSetting, Seconds, Setting, columns
 from .calling import AsyncGroup
 
@@ -28,7 +28,7 @@ class AsyncAdmin(AsyncGroup):
         return await self._client._value(
             int,
             "select pgque.create_queue(%(queue)s::text, %(config)s::jsonb)",
-            {"queue": queue, "config": _encode.config_json(config)},
+            {"queue": queue, "config": encode.config_json(config)},
         )
 
     async def alter_queue(self, queue: str, config: Mapping[str, Setting]) -> None:
@@ -36,7 +36,7 @@ class AsyncAdmin(AsyncGroup):
         `pgque.alter_queue`. Raises PgqueQueueNotFoundError, PgqueBadArgumentError."""
         await self._client._run(
             "select pgque.alter_queue(%(queue)s::text, %(config)s::jsonb)",
-            {"queue": queue, "config": _encode.config_json(config)},
+            {"queue": queue, "config": encode.config_json(config)},
         )
 
     async def rename_queue(self, queue: str, new_name: str) -> int:
@@ -82,7 +82,7 @@ class AsyncAdmin(AsyncGroup):
         PgqueQueueNotFoundError, PgqueBadArgumentError."""
         await self._client._run(
             "select pgque.set_queue_config(%(queue)s::text, %(param)s::text, %(value)s::text)",
-            {"queue": queue, "param": param, "value": _encode.setting_text(value)},
+            {"queue": queue, "param": param, "value": encode.setting_text(value)},
         )
 
     async def set_default_config(self, param: str, value: Setting) -> None:
@@ -90,7 +90,7 @@ class AsyncAdmin(AsyncGroup):
         default. Calls `pgque.set_default_config`. Raises PgqueBadArgumentError."""
         await self._client._run(
             "select pgque.set_default_config(%(param)s::text, %(value)s::text)",
-            {"param": param, "value": _encode.setting_text(value)},
+            {"param": param, "value": encode.setting_text(value)},
         )
 
     async def pause(self, queue: str) -> None:
@@ -166,7 +166,7 @@ class AsyncAdmin(AsyncGroup):
             "select pgque.set_schedule(%(job)s::text, %(every)s::text)",
             {
                 "job": job,
-                "every": every if isinstance(every, str) else _encode.setting_text(_encode.interval(every)),
+                "every": every if isinstance(every, str) else encode.setting_text(encode.interval(every)),
             },
         )
 
@@ -175,7 +175,7 @@ class AsyncAdmin(AsyncGroup):
         Calls `pgque.set_history`. Raises PgqueBadArgumentError."""
         await self._client._run(
             "select pgque.set_history(%(what)s::text, %(keep)s::interval)",
-            {"what": what, "keep": None if keep is None else _encode.interval(keep)},
+            {"what": what, "keep": None if keep is None else encode.interval(keep)},
         )
 
     async def start(self) -> None:

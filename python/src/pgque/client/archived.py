@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 from datetime import datetime
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import ArchivedMessage, columns
 from .calling import AsyncGroup
 
@@ -44,8 +44,8 @@ class AsyncArchived(AsyncGroup):
             {
                 "queue": queue,
                 "limit": limit,
-                "since": _encode.moment(since),
-                "until": _encode.moment(until),
+                "since": encode.moment(since),
+                "until": encode.moment(until),
                 "type": type,
                 "key": key,
                 "consumer": consumer,
@@ -69,5 +69,5 @@ class AsyncArchived(AsyncGroup):
             return await self._client._value(
                 int,
                 "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
-                {"queue": queue, "before": _encode.moment(before)},
+                {"queue": queue, "before": encode.moment(before)},
             )

@@ -15,13 +15,13 @@ from psycopg import AsyncConnection
 from psycopg.rows import args_row, tuple_row
 
 from .._version import __version__
-from ..codec import encode as _encode
+from ..codec import encode
 from ..codec.decode import reading
 from ..codec.encode import MessageOrId
 from ..codec.json import Encoder
 from ..errors import PgqueError, from_encoding, from_psycopg, prepare_threshold
 from ..types import Outcome
-from . import statements as _statements
+from . import statements
 from .direct import is_direct
 from .limit import within, within_by_default
 
@@ -60,7 +60,7 @@ class AsyncCalling:
         """Check that the versions fit, and note whether the connection is direct."""
         found: str | None = None
         async with self._conn.cursor(row_factory=tuple_row) as cur:
-            await cur.execute(_encode.FIND_VERSION, prepare=False)
+            await cur.execute(encode.FIND_VERSION, prepare=False)
             callable_row = await cur.fetchone()
             if callable_row is not None and callable_row[0]:
                 await cur.execute("select pgque.version()", prepare=False)
@@ -68,7 +68,7 @@ class AsyncCalling:
                 found = version_row[0] if version_row else None
         # A role that may not ask is told so by its first real call.
         if callable_row is None or callable_row[0]:
-            _encode.check_version(found, __version__)
+            encode.check_version(found, __version__)
         _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
 
     async def _report(
@@ -78,8 +78,8 @@ class AsyncCalling:
         msgs: Sequence[MessageOrId] | None,
         options: Mapping[str, tuple[str, object]] | None = None,
     ) -> list[Outcome]:
-        call, params = _statements.outcomes(function, batch_id, msgs, options)
-        return await self._rows(f"select {_statements.OUTCOME} from {call} as o", params, Outcome)
+        call, params = statements.outcomes(function, batch_id, msgs, options)
+        return await self._rows(f"select {statements.OUTCOME} from {call} as o", params, Outcome)
 
     def _unlimited(self) -> AbstractContextManager[None]:
         """Return a block whose calls may take any time, as their work grows with the queue."""

@@ -16,13 +16,12 @@ from psycopg import AsyncConnection
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool
 
-from ..codec import encode as _encode
-from ..codec import payloads as _payloads
+from ..codec import encode
 from ..codec.encode import MessageOrId
 from ..codec.json import Encoder
-from ..codec.payloads import Decoder
+from ..codec.payloads import Decoder, check_functions, message_maker
 from ..errors import from_psycopg, prepare_threshold
-from ..integrations import opentelemetry as _otel
+from ..integrations import opentelemetry as otel
 from ..types import (
     Event,
     Message,
@@ -32,7 +31,7 @@ from ..types import (
     SendResult,
     columns,
 )
-from . import statements as _statements
+from . import statements
 from .admin import AsyncAdmin
 from .archived import AsyncArchived
 from .calling import AsyncCalling
@@ -82,12 +81,12 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
     ) -> None:
-        _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_functions(encoder=encoder, decoder=decoder)
         self._conn = conn
         self._owned = False
         self._command_timeout: float | None = None
         self._encoder = encoder
-        self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
+        self._make_message: Callable[..., Message] = message_maker(Message, decoder)
 
     @classmethod
     async def connect(
@@ -100,7 +99,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> AsyncPgqueClient:
         """Open a connection and return a client of it; see `connect_async`."""
-        _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_functions(encoder=encoder, decoder=decoder)
         check_command_timeout(command_timeout)
         try:
             conn = await AsyncLimitedConnection.connect(
@@ -252,8 +251,8 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
             "ttl": ttl,
             "partition_key": partition_key,
         }
-        call, params = _statements.send(queue, type, payload, options, self._encoder)
-        with _otel.timed("send", queue):
+        call, params = statements.send(queue, type, payload, options, self._encoder)
+        with otel.timed("send", queue):
             return await self._value(int, f"select {call}", params)
 
     @overload
@@ -317,9 +316,9 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
             "ttl": ttls,
             "partition_key": partition_keys,
         }
-        type, payloads = _encode.type_and_payloads(given, type, payloads)
-        call, params = _statements.send_batch(queue, type, payloads, options, self._encoder)
-        with _otel.timed("send", queue):
+        type, payloads = encode.type_and_payloads(given, type, payloads)
+        call, params = statements.send_batch(queue, type, payloads, options, self._encoder)
+        with otel.timed("send", queue):
             return await self._value(list, f"select {call}", params)
 
     async def send_idem(
@@ -337,7 +336,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         Returns a SendResult: the id of the message, or of the earlier one if `deduped` is true. Raises
         PgqueQueueNotFoundError, PgqueQueueDisabledError, PgqueBadArgumentError.
         """
-        value, cast = _encode.text_and_cast(payload, self._encoder)
+        value, cast = encode.text_and_cast(payload, self._encoder)
         return await self._row(
             "select r.event_id, r.deduped"
             f" from pgque.send_idem(%(queue)s::text, %(type)s::text, %(payload)s::{cast},"
@@ -347,7 +346,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
                 "type": type,
                 "payload": value,
                 "key": idem_key,
-                "ttl": _encode.interval(ttl),
+                "ttl": encode.interval(ttl),
                 "partition": partition_key,
             },
             SendResult,
@@ -370,9 +369,9 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         time. Raises PgqueQueueNotFoundError, PgqueQueueFullError, PgqueInvalidNameError,
         PgqueBadArgumentError, and PgqueQueueInUseError if it is subscribed with another limit.
         """
-        sql, params = _encode.arguments(
+        sql, params = encode.arguments(
             {
-                "start_at": ("text", None if start_at is None else _encode.start_text(start_at)),
+                "start_at": ("text", None if start_at is None else encode.start_text(start_at)),
                 "keyed_order": ("bool", keyed_order),
                 "key_concurrency": ("int", key_concurrency),
             }
@@ -404,7 +403,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         worker: str | None = None,
         visibility_timeout: Seconds | None = None,
         ack_batch: int | None = None,
-        max_bytes: int | None = _statements.MAX_BYTES,
+        max_bytes: int | None = statements.MAX_BYTES,
     ) -> list[Message]:
         """Return the next batch, at most `max_messages` long, or [] if there is none. Calls `pgque.receive`.
 
@@ -421,10 +420,10 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgqueQueueInUseError,
         PgqueBadArgumentError.
         """
-        call, params = _statements.receive(
+        call, params = statements.receive(
             queue, consumer, max_messages, worker, visibility_timeout, ack_batch, max_bytes
         )
-        with _otel.timed("receive", queue, consumer):
+        with otel.timed("receive", queue, consumer):
             return await self._rows(f"select {_MESSAGE} from {call} as m", params, self._make_message)
 
     @overload
@@ -439,7 +438,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         With `msgs`, acknowledge only these messages, and return an Outcome for each.
         """
         if msgs is None:
-            call, params = _statements.ack(batch_id)
+            call, params = statements.ack(batch_id)
             return await self._value(int, f"select {call}", params)
         return await self._report("ack", batch_id, msgs)
 
@@ -475,12 +474,12 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         Acknowledge the batch of a consumer without workers afterwards.
         """
         options = {
-            "retry_after": ("interval", _encode.interval(retry_after)),
-            "reason": ("text", _encode.reason_text(reason, self._conn)),
+            "retry_after": ("interval", encode.interval(retry_after)),
+            "reason": ("text", encode.reason_text(reason, self._conn)),
         }
         if not isinstance(msg, (Message, int)):
             return await self._report("nack", batch_id, msg, options)
-        call, params = _statements.nack(batch_id, msg, options)
+        call, params = statements.nack(batch_id, msg, options)
         return await self._value(int, f"select {call}", params)
 
     async def dead(
@@ -491,7 +490,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
 
         They go the way of the queue's `drop_policy`; by default they become dead letters, with `reason`.
         """
-        text = _encode.reason_text(reason, self._conn)
+        text = encode.reason_text(reason, self._conn)
         return await self._report("dead", batch_id, msgs, {"reason": ("text", text)})
 
     async def archive(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> list[Outcome]:
@@ -507,7 +506,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         They can be received at once, by any worker of the consumer. A consumer without workers acknowledges
         the batch afterwards, and receives the messages in another one.
         """
-        sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.ids_or_none(msgs))})
+        sql, params = encode.arguments({"msg_ids": ("bigint[]", encode.ids_or_none(msgs))})
         return await self._value(
             int, f"select pgque.release(%(batch)s::bigint{sql})", {"batch": batch_id, **params}
         )
@@ -521,7 +520,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         return await self._value(
             int,
             "select pgque.extend(%(batch)s::bigint, %(by)s::interval)",
-            {"batch": batch_id, "by": _encode.interval(seconds)},
+            {"batch": batch_id, "by": encode.interval(seconds)},
         )
 
     async def set_visibility(self, batch_id: int, seconds: Seconds) -> int:
@@ -534,7 +533,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         return await self._value(
             int,
             "select pgque.set_visibility(%(batch)s::bigint, %(to)s::interval)",
-            {"batch": batch_id, "to": _encode.interval(seconds)},
+            {"batch": batch_id, "to": encode.interval(seconds)},
         )
 
     async def peek(self, queue: str, n: int = 10, *, consumer: str | None = None) -> list[Message]:
@@ -544,7 +543,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         `consumer` None is the slowest consumer. Retries that are due are among them. Raises
         PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgqueBadArgumentError for an `n` below 1.
         """
-        sql, params = _encode.arguments({"consumer_name": ("text", consumer)})
+        sql, params = encode.arguments({"consumer_name": ("text", consumer)})
         return await self._rows(
             f"select {_MESSAGE} from pgque.peek(%(queue)s::text, %(n)s::int{sql}) as m",
             {"queue": queue, "n": n, **params},
@@ -591,7 +590,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         *,
         max_messages: int = 100,
         dead_interval: Seconds | None = None,
-        max_bytes: int | None = _statements.MAX_BYTES,
+        max_bytes: int | None = statements.MAX_BYTES,
     ) -> list[Message]:
         """Return the next batch of one worker of a consumer, and register the worker on first use. Calls
         `pgque.receive_coop`.
@@ -600,7 +599,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         taken over. `max_bytes` is that of `receive`. Raises PgqueQueueNotFoundError, PgqueQueueInUseError,
         PgqueInvalidNameError, PgqueBadArgumentError.
         """
-        with _otel.timed("receive", queue, consumer):
+        with otel.timed("receive", queue, consumer):
             return await self._rows(
                 f"select {_MESSAGE} from pgque.receive_coop(%(queue)s::text, %(consumer)s::text,"
                 " %(worker)s::text, %(max)s::int, %(dead)s::interval, %(bytes)s::bigint) as m",
@@ -609,7 +608,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
                     "consumer": consumer,
                     "worker": subconsumer,
                     "max": max_messages,
-                    "dead": _encode.interval(dead_interval),
+                    "dead": encode.interval(dead_interval),
                     "bytes": max_bytes,
                 },
                 self._make_message,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import DeadLetter, DeadReason, PoisonMessage, ReplayResult, Seconds, columns
 from .calling import AsyncGroup
 
@@ -49,8 +49,8 @@ class AsyncDlq(AsyncGroup):
                 "type": type,
                 "key": key,
                 "consumer": consumer,
-                "since": _encode.moment(since),
-                "until": _encode.moment(until),
+                "since": encode.moment(since),
+                "until": encode.moment(until),
                 "matching": matching,
                 "before_id": before_id,
             },
@@ -86,7 +86,7 @@ class AsyncDlq(AsyncGroup):
         With `reason`, one that `reasons` returns, only dead letters with this reason. Raises
         PgqueQueueNotFoundError.
         """
-        named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
+        named, params = encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         with self._client._unlimited():
             return await self._client._value(
                 int, f"select pgque.dlq_requeue_all(%(queue)s::text{named})", {"queue": queue, **params}
@@ -109,7 +109,7 @@ class AsyncDlq(AsyncGroup):
         Returns a ReplayResult: how many were sent, and how many stay because they failed. With `reason`, one
         that `reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFoundError.
         """
-        named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
+        named, params = encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         with self._client._unlimited():
             return await self._client._row(
                 f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text{named}) as r",
@@ -126,12 +126,12 @@ class AsyncDlq(AsyncGroup):
         Held ones stay. With `reason`, one that `reasons` returns, only dead letters with this reason.
         Raises PgqueQueueNotFoundError, PgqueBadArgumentError.
         """
-        named, params = _encode.arguments({"reason": ("text", reason)})
+        named, params = encode.arguments({"reason": ("text", reason)})
         with self._client._unlimited():
             return await self._client._value(
                 int,
                 f"select pgque.dlq_purge(%(queue)s::text, %(age)s::interval{named})",
-                {"queue": queue, "age": _encode.interval(older_than), **params},
+                {"queue": queue, "age": encode.interval(older_than), **params},
             )
 
     async def delete_expired(self, queue: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 from datetime import datetime
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import MessageStatus, QueuedMessage, columns
 from .calling import AsyncGroup
 
@@ -50,8 +50,8 @@ class AsyncMessages(AsyncGroup):
                 "type": type,
                 "key": key,
                 "consumer": consumer,
-                "since": _encode.moment(since),
-                "until": _encode.moment(until),
+                "since": encode.moment(since),
+                "until": encode.moment(until),
                 "matching": matching,
                 "after_id": after_id,
             },

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import Action, HealthCheck, Metric, QueueInfo, Rate, Seconds, StatusRow, columns
 from .calling import NONE, AsyncGroup
 
@@ -55,7 +55,7 @@ class AsyncMonitor(AsyncGroup):
         return await self._client._rows(
             f"select {columns(Rate, 'r')} from pgque.queue_rates("
             "%(queue)s::text, %(since)s::interval, %(buckets)s::int) as r",
-            {"queue": queue, "since": _encode.interval(since), "buckets": buckets},
+            {"queue": queue, "since": encode.interval(since), "buckets": buckets},
             Rate,
         )
 
@@ -77,7 +77,7 @@ class AsyncMonitor(AsyncGroup):
         return await self._client._rows(
             f"select {columns(Action, 'a')} from pgque.list_actions("
             "%(queue)s::text, %(limit)s::int, %(before)s::timestamptz) as a",
-            {"queue": queue, "limit": limit, "before": None if before is None else _encode.moment(before)},
+            {"queue": queue, "limit": limit, "before": None if before is None else encode.moment(before)},
             Action,
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import BatchEvent, BatchInfo, columns
 from .calling import AsyncGroup
 
@@ -64,7 +64,7 @@ class AsyncPgq(AsyncGroup):
         """
         cast = "int"
         if isinstance(retry_after, datetime):
-            cast, retry_after = "timestamptz", _encode.moment(retry_after)
+            cast, retry_after = "timestamptz", encode.moment(retry_after)
         return await self._client._value(
             int,
             f"select pgque.event_retry(%(batch)s::bigint, %(event)s::bigint, %(after)s::{cast})",

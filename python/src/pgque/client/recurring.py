@@ -9,7 +9,7 @@ import builtins
 from collections.abc import Mapping
 from datetime import datetime
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import Event, Payload, RecurringMessage, Seconds, columns
 from .calling import NONE, AsyncGroup
 
@@ -62,16 +62,16 @@ class AsyncRecurring(AsyncGroup):
             "ttl": ttl,
             "partition_key": partition_key,
         }
-        event = _encode.event_of(type, payload, options)
+        event = encode.event_of(type, payload, options)
         if event.deliver_at is not None:
             raise ValueError("a recurring message has no deliver_at: its times are those of cron")
-        sql, params = _encode.send_arguments(event, self._client._encoder)
-        more, schedule = _encode.arguments(
+        sql, params = encode.send_arguments(event, self._client._encoder)
+        more, schedule = encode.arguments(
             {
                 "timezone": ("text", timezone),
                 "catch_up": ("text", catch_up),
-                "starts_at": ("timestamptz", _encode.moment(starts_at)),
-                "ends_at": ("timestamptz", _encode.moment(ends_at)),
+                "starts_at": ("timestamptz", encode.moment(starts_at)),
+                "ends_at": ("timestamptz", encode.moment(ends_at)),
             }
         )
         new = await self._client._value(

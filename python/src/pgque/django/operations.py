@@ -10,7 +10,7 @@ from django.db import router
 from django.db.migrations.operations import RunSQL
 
 from ..errors import PgqueBadArgumentError
-from ..ops import migrations as _migrations
+from ..ops import migrations
 from ..ops.install import refuse_downgrade, sql_text
 from ..transaction.adapters import unprepared
 from ..types import Setting
@@ -61,7 +61,7 @@ class Install(_Operation):
     """
 
     def __init__(self) -> None:
-        super().__init__("Install pgque", sql_text(), _migrations.UNINSTALL, {})
+        super().__init__("Install pgque", sql_text(), migrations.UNINSTALL, {})
 
     def _check(self, schema_editor: Any) -> None:
         """Raise also PgqueVersionError where the database has a newer version."""
@@ -94,8 +94,8 @@ class CreateQueue(_Operation):
     def __init__(self, queue: str, config: Mapping[str, Setting] | None = None) -> None:
         super().__init__(
             f"Create queue {queue}",
-            _migrations.create_queue(queue, config),
-            _migrations.drop_queue(queue),
+            migrations.create_queue(queue, config),
+            migrations.drop_queue(queue),
             {"queue": queue, "config": config},
         )
 
@@ -114,8 +114,8 @@ class Subscribe(_Operation):
     ) -> None:
         super().__init__(
             f"Subscribe {consumer} to queue {queue}",
-            _migrations.subscribe(queue, consumer, start_at, keyed_order, key_concurrency),
-            _migrations.unsubscribe(queue, consumer),
+            migrations.subscribe(queue, consumer, start_at, keyed_order, key_concurrency),
+            migrations.unsubscribe(queue, consumer),
             {
                 "queue": queue,
                 "consumer": consumer,

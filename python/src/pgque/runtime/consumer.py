@@ -25,7 +25,7 @@ from ..errors import (
     PgqueQueueInUseError,
 )
 from ..types import Message, Seconds
-from . import batches as _batches
+from . import batches
 from .batches import Batch, OwnBatch, Statement
 from .options import refuse
 from .runtime import AsyncRuntime
@@ -168,14 +168,14 @@ class AsyncConsumer(AsyncRuntime):
         return AsyncConsumer
 
     def _receive_statement(self, queue: str, count: int) -> Statement:
-        return _batches.receive_alone(
+        return batches.receive_alone(
             queue, self.consumer, self.subconsumer, count, self.dead_interval, self.max_bytes
         )
 
     def _batch(self, source: Source, received: Sequence[Message], received_at: float) -> Batch[Message]:
         queue, consumer, subconsumer = source.queue, self.consumer, self.subconsumer
         batch = OwnBatch(
-            received, received_at, lambda patience: _batches.touch(queue, consumer, subconsumer, patience)
+            received, received_at, lambda patience: batches.touch(queue, consumer, subconsumer, patience)
         )
         source.batch = batch
         return batch

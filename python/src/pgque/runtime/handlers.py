@@ -8,7 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from ..codec import payloads as _payloads
+from ..codec import payloads
 from ..errors import PgqueBadArgumentError
 from ..types import Message
 from .retries import DEFAULT, Retries
@@ -89,7 +89,7 @@ class Handlers(Generic[F]):
                     hint="Register one function for a type, and call others from it.",
                 )
             namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
-            self._calls[type] = _payloads.with_model(handler, namespace, _name(handler))  # type: ignore[assignment]
+            self._calls[type] = payloads.with_model(handler, namespace, _name(handler))  # type: ignore[assignment]
             self._by_type[type] = handler  # type: ignore[assignment]
             self._retries[type] = retries
             if then is not None:
@@ -166,7 +166,7 @@ def check_async_handler(handler: Callable[..., object], owner: str) -> None:
 
 def _check_arguments(handler: Callable[..., object], count: int) -> None:
     """Raise TypeError for a handler that cannot be called with so many arguments."""
-    if (signature := _payloads.signature_of(handler)) is None:
+    if (signature := payloads.signature_of(handler)) is None:
         return
     try:
         signature.bind(*[None] * count)

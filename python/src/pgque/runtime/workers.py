@@ -21,15 +21,14 @@ from ..client.connection import open_client
 from ..client.limit import COMMAND_TIMEOUT, check_command_timeout
 from ..client.renamed import renamed
 from ..client.statements import MAX_BYTES
-from ..codec import encode as _encode
-from ..codec import payloads as _payloads
+from ..codec import encode
 from ..codec.json import Encoder
-from ..codec.payloads import BadPayload, Decoder
+from ..codec.payloads import BadPayload, Decoder, check_functions, message_maker
 from ..errors import PgqueConnectionError, PgqueError, one_line
-from ..integrations import opentelemetry as _otel
+from ..integrations import opentelemetry as otel
 from ..outcomes import retry_interval
 from ..types import Event, Message, Payload, Seconds
-from . import batches as _batches
+from . import batches
 from .batches import ACK, ARCHIVE, RELEASE, Batch, MessageOutcome, Statement
 from .concurrency import AsyncLock
 from .exchange import default_timeout, extend_if_due, report_and_receive, round_trip, wait
@@ -149,16 +148,14 @@ class AsyncWorkQueue:
     ) -> None:
         if not queue:
             raise ValueError("a work queue needs the name of its queue")
-        _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_functions(encoder=encoder, decoder=decoder)
         check_command_timeout(command_timeout)
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
         self.encoder = encoder
         self.command_timeout = command_timeout
-        self._make_message: Callable[..., AsyncWorkMessage] = _payloads.message_maker(
-            AsyncWorkMessage, decoder
-        )
+        self._make_message: Callable[..., AsyncWorkMessage] = message_maker(AsyncWorkMessage, decoder)
         self._client: AsyncPgqueClient | None = None
         self._listening: AsyncPgqueClient | None = None
         self._notified = False
@@ -275,7 +272,7 @@ class AsyncWorkQueue:
         """
         if self.consumer is None:
             raise ValueError("to receive, a work queue needs the name of its consumer")
-        name = worker or _batches.worker_name()
+        name = worker or batches.worker_name()
         async with self._lock:
             client = await self._listen()
             if visibility_timeout is None:
@@ -285,7 +282,7 @@ class AsyncWorkQueue:
         try:
             while True:
                 following = _Delivery(self)
-                receive = _batches.receive(
+                receive = batches.receive(
                     self.queue, self.consumer, name, max_messages, visibility_timeout, max_bytes
                 )
                 async with self._lock:
@@ -380,10 +377,10 @@ class AsyncWorkQueue:
     async def _report(self, batch: Batch[AsyncWorkMessage], msg_id: int, outcome: MessageOutcome) -> bool:
         if not batch.is_open(msg_id):
             return False
-        statement = _batches.report(batch.batch_id, outcome, [msg_id])
+        statement = batches.report(batch.batch_id, outcome, [msg_id])
         async with self._lock:
             client = await self._connected()
-            with _otel.timed("ack", self.queue, self.consumer):
+            with otel.timed("ack", self.queue, self.consumer):
                 refused, _ = await round_trip(client, [statement], None, AsyncWorkMessage)
             batch.mark_message_reported(msg_id, outcome)
         return not refused
@@ -511,11 +508,11 @@ class AsyncWorker(AsyncRuntime):
         **of_consumer: NoReturn,
     ) -> None:
         refuse("Worker", of_consumer)
-        if _encode.total_seconds(visibility_timeout) <= 0:
+        if encode.total_seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
         self.use = use
         self.visibility_timeout = visibility_timeout
-        self.worker = worker or _batches.worker_name()
+        self.worker = worker or batches.worker_name()
         super().__init__(
             dsn,
             queue=queue,
@@ -529,7 +526,7 @@ class AsyncWorker(AsyncRuntime):
             max_bytes=max_bytes,
             min_interval=min_interval,
             poll_interval=poll_interval,
-            lease_seconds=_encode.total_seconds(visibility_timeout),
+            lease_seconds=encode.total_seconds(visibility_timeout),
             retry_after=retry_after,
             archive=archive,
             transactional=transactional,
@@ -548,7 +545,7 @@ class AsyncWorker(AsyncRuntime):
         return AsyncWorker
 
     def _receive_statement(self, queue: str, count: int) -> Statement:
-        return _batches.receive(
+        return batches.receive(
             queue, self.consumer, self.worker, count, self.visibility_timeout, self.max_bytes
         )
 

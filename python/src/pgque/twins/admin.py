@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import QueueRights, QueueSetting, Seconds, Setting, columns
 from .calling import Group
 
@@ -29,7 +29,7 @@ class Admin(Group):
         return self._client._value(
             int,
             "select pgque.create_queue(%(queue)s::text, %(config)s::jsonb)",
-            {"queue": queue, "config": _encode.config_json(config)},
+            {"queue": queue, "config": encode.config_json(config)},
         )
 
     def alter_queue(self, queue: str, config: Mapping[str, Setting]) -> None:
@@ -37,7 +37,7 @@ class Admin(Group):
         `pgque.alter_queue`. Raises PgqueQueueNotFoundError, PgqueBadArgumentError."""
         self._client._run(
             "select pgque.alter_queue(%(queue)s::text, %(config)s::jsonb)",
-            {"queue": queue, "config": _encode.config_json(config)},
+            {"queue": queue, "config": encode.config_json(config)},
         )
 
     def rename_queue(self, queue: str, new_name: str) -> int:
@@ -83,7 +83,7 @@ class Admin(Group):
         PgqueQueueNotFoundError, PgqueBadArgumentError."""
         self._client._run(
             "select pgque.set_queue_config(%(queue)s::text, %(param)s::text, %(value)s::text)",
-            {"queue": queue, "param": param, "value": _encode.setting_text(value)},
+            {"queue": queue, "param": param, "value": encode.setting_text(value)},
         )
 
     def set_default_config(self, param: str, value: Setting) -> None:
@@ -91,7 +91,7 @@ class Admin(Group):
         default. Calls `pgque.set_default_config`. Raises PgqueBadArgumentError."""
         self._client._run(
             "select pgque.set_default_config(%(param)s::text, %(value)s::text)",
-            {"param": param, "value": _encode.setting_text(value)},
+            {"param": param, "value": encode.setting_text(value)},
         )
 
     def pause(self, queue: str) -> None:
@@ -167,7 +167,7 @@ class Admin(Group):
             "select pgque.set_schedule(%(job)s::text, %(every)s::text)",
             {
                 "job": job,
-                "every": every if isinstance(every, str) else _encode.setting_text(_encode.interval(every)),
+                "every": every if isinstance(every, str) else encode.setting_text(encode.interval(every)),
             },
         )
 
@@ -176,7 +176,7 @@ class Admin(Group):
         Calls `pgque.set_history`. Raises PgqueBadArgumentError."""
         self._client._run(
             "select pgque.set_history(%(what)s::text, %(keep)s::interval)",
-            {"what": what, "keep": None if keep is None else _encode.interval(keep)},
+            {"what": what, "keep": None if keep is None else encode.interval(keep)},
         )
 
     def start(self) -> None:

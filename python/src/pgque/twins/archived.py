@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 from datetime import datetime
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import ArchivedMessage, columns
 from .calling import Group
 
@@ -45,8 +45,8 @@ class Archived(Group):
             {
                 "queue": queue,
                 "limit": limit,
-                "since": _encode.moment(since),
-                "until": _encode.moment(until),
+                "since": encode.moment(since),
+                "until": encode.moment(until),
                 "type": type,
                 "key": key,
                 "consumer": consumer,
@@ -70,5 +70,5 @@ class Archived(Group):
             return self._client._value(
                 int,
                 "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
-                {"queue": queue, "before": _encode.moment(before)},
+                {"queue": queue, "before": encode.moment(before)},
             )

@@ -16,13 +16,13 @@ from psycopg import Connection
 from psycopg.rows import args_row, tuple_row
 
 from .._version import __version__
-from ..codec import encode as _encode
+from ..codec import encode
 from ..codec.decode import reading
 from ..codec.encode import MessageOrId
 from ..codec.json import Encoder
 from ..errors import PgqueError, from_encoding, from_psycopg, prepare_threshold
 from ..types import Outcome
-from ..client import statements as _statements
+from ..client import statements
 from ..client.direct import is_direct
 from ..client.limit import within, within_by_default
 
@@ -61,7 +61,7 @@ class Calling:
         """Check that the versions fit, and note whether the connection is direct."""
         found: str | None = None
         with self._conn.cursor(row_factory=tuple_row) as cur:
-            cur.execute(_encode.FIND_VERSION, prepare=False)
+            cur.execute(encode.FIND_VERSION, prepare=False)
             callable_row = cur.fetchone()
             if callable_row is not None and callable_row[0]:
                 cur.execute("select pgque.version()", prepare=False)
@@ -69,7 +69,7 @@ class Calling:
                 found = version_row[0] if version_row else None
         # A role that may not ask is told so by its first real call.
         if callable_row is None or callable_row[0]:
-            _encode.check_version(found, __version__)
+            encode.check_version(found, __version__)
         _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
 
     def _report(
@@ -79,8 +79,8 @@ class Calling:
         msgs: Sequence[MessageOrId] | None,
         options: Mapping[str, tuple[str, object]] | None = None,
     ) -> list[Outcome]:
-        call, params = _statements.outcomes(function, batch_id, msgs, options)
-        return self._rows(f"select {_statements.OUTCOME} from {call} as o", params, Outcome)
+        call, params = statements.outcomes(function, batch_id, msgs, options)
+        return self._rows(f"select {statements.OUTCOME} from {call} as o", params, Outcome)
 
     def _unlimited(self) -> AbstractContextManager[None]:
         """Return a block whose calls may take any time, as their work grows with the queue."""

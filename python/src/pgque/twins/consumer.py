@@ -26,7 +26,7 @@ from ..errors import (
     PgqueQueueInUseError,
 )
 from ..types import Message, Seconds
-from ..runtime import batches as _batches
+from ..runtime import batches
 from ..runtime.batches import Batch, OwnBatch, Statement
 from ..runtime.options import refuse
 from .runtime import Runtime
@@ -169,14 +169,14 @@ class Consumer(Runtime):
         return Consumer
 
     def _receive_statement(self, queue: str, count: int) -> Statement:
-        return _batches.receive_alone(
+        return batches.receive_alone(
             queue, self.consumer, self.subconsumer, count, self.dead_interval, self.max_bytes
         )
 
     def _batch(self, source: Source, received: Sequence[Message], received_at: float) -> Batch[Message]:
         queue, consumer, subconsumer = source.queue, self.consumer, self.subconsumer
         batch = OwnBatch(
-            received, received_at, lambda patience: _batches.touch(queue, consumer, subconsumer, patience)
+            received, received_at, lambda patience: batches.touch(queue, consumer, subconsumer, patience)
         )
         source.batch = batch
         return batch

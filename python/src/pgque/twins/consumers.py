@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import ConsumerInfo, LagSample, Seconds, WorkerInfo, columns
 from .calling import Group
 
@@ -38,7 +38,7 @@ class Consumers(Group):
         return self._client._rows(
             f"select {columns(LagSample, 's')} from pgque.consumer_lags("
             "%(queue)s::text, %(consumer)s::text, %(since)s::interval) as s",
-            {"queue": queue, "consumer": consumer, "since": _encode.interval(since)},
+            {"queue": queue, "consumer": consumer, "since": encode.interval(since)},
             LagSample,
         )
 
@@ -61,7 +61,7 @@ class Consumers(Group):
         return self._client._value(
             int,
             "select pgque.reclaim(%(queue)s::text, %(consumer)s::text, %(age)s::interval)",
-            {"queue": queue, "consumer": consumer, "age": _encode.interval(older_than)},
+            {"queue": queue, "consumer": consumer, "age": encode.interval(older_than)},
         )
 
     def seek_to_time(self, queue: str, consumer: str, at: datetime) -> int:
@@ -76,7 +76,7 @@ class Consumers(Group):
         return self._client._value(
             int,
             "select pgque.seek_to_time(%(queue)s::text, %(consumer)s::text, %(at)s::timestamptz)",
-            {"queue": queue, "consumer": consumer, "at": _encode.moment(at)},
+            {"queue": queue, "consumer": consumer, "at": encode.moment(at)},
         )
 
     def share(self, queue: str, consumer: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import DeadLetter, DeadReason, PoisonMessage, ReplayResult, Seconds, columns
 from .calling import Group
 
@@ -50,8 +50,8 @@ class Dlq(Group):
                 "type": type,
                 "key": key,
                 "consumer": consumer,
-                "since": _encode.moment(since),
-                "until": _encode.moment(until),
+                "since": encode.moment(since),
+                "until": encode.moment(until),
                 "matching": matching,
                 "before_id": before_id,
             },
@@ -87,7 +87,7 @@ class Dlq(Group):
         With `reason`, one that `reasons` returns, only dead letters with this reason. Raises
         PgqueQueueNotFoundError.
         """
-        named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
+        named, params = encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         with self._client._unlimited():
             return self._client._value(
                 int, f"select pgque.dlq_requeue_all(%(queue)s::text{named})", {"queue": queue, **params}
@@ -110,7 +110,7 @@ class Dlq(Group):
         Returns a ReplayResult: how many were sent, and how many stay because they failed. With `reason`, one
         that `reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFoundError.
         """
-        named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
+        named, params = encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         with self._client._unlimited():
             return self._client._row(
                 f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text{named}) as r",
@@ -127,12 +127,12 @@ class Dlq(Group):
         Held ones stay. With `reason`, one that `reasons` returns, only dead letters with this reason.
         Raises PgqueQueueNotFoundError, PgqueBadArgumentError.
         """
-        named, params = _encode.arguments({"reason": ("text", reason)})
+        named, params = encode.arguments({"reason": ("text", reason)})
         with self._client._unlimited():
             return self._client._value(
                 int,
                 f"select pgque.dlq_purge(%(queue)s::text, %(age)s::interval{named})",
-                {"queue": queue, "age": _encode.interval(older_than), **params},
+                {"queue": queue, "age": encode.interval(older_than), **params},
             )
 
     def delete_expired(self, queue: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 from datetime import datetime
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import MessageStatus, QueuedMessage, columns
 from .calling import Group
 
@@ -51,8 +51,8 @@ class Messages(Group):
                 "type": type,
                 "key": key,
                 "consumer": consumer,
-                "since": _encode.moment(since),
-                "until": _encode.moment(until),
+                "since": encode.moment(since),
+                "until": encode.moment(until),
                 "matching": matching,
                 "after_id": after_id,
             },

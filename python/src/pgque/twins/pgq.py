@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import BatchEvent, BatchInfo, columns
 from .calling import Group
 
@@ -65,7 +65,7 @@ class Pgq(Group):
         """
         cast = "int"
         if isinstance(retry_after, datetime):
-            cast, retry_after = "timestamptz", _encode.moment(retry_after)
+            cast, retry_after = "timestamptz", encode.moment(retry_after)
         return self._client._value(
             int,
             f"select pgque.event_retry(%(batch)s::bigint, %(event)s::bigint, %(after)s::{cast})",

@@ -27,15 +27,14 @@ from psycopg import Connection
 from .client import PgqueClient
 from .connection import Progress, keep_connected, open_client, open_client_before
 from ..client.limit import check_command_timeout
-from ..codec import encode as _encode
-from ..codec import payloads as _payloads
+from ..codec import encode, payloads
 from ..codec.json import Encoder
 from ..codec.payloads import BadPayload, Decoder
 from ..errors import PgqueError, PgquePayloadError, one_line
-from ..integrations import telemetry as _telemetry
+from ..integrations import telemetry
 from ..outcomes import HandlerOutcome, retry_interval
 from ..types import Event, Message, Payload, Seconds
-from ..runtime import batches as _batches
+from ..runtime import batches
 from ..runtime.batches import ACK, ARCHIVE, RELEASE, Batch, Item, MessageOutcome, Running, Statement
 from ..runtime.concurrency import SingleRun, ThreadPool, check_until_idle, run_worker
 from .exchange import extend_if_due, report_and_receive, wait
@@ -138,12 +137,12 @@ class Runtime:
             raise ValueError("max_bytes must be at least 1")
         if poll_interval <= 0:
             raise ValueError("poll_interval must be more than 0 seconds")
-        if handler_timeout is not None and _encode.total_seconds(handler_timeout) <= 0:
+        if handler_timeout is not None and encode.total_seconds(handler_timeout) <= 0:
             raise ValueError("handler_timeout must be more than 0 seconds, or None")
         check_min_interval(min_interval)
         retry_interval(retry_after)
-        _payloads.check_functions(encoder=encoder, decoder=decoder)
-        _payloads.check_bad_payload(bad_payload)
+        payloads.check_functions(encoder=encoder, decoder=decoder)
+        payloads.check_bad_payload(bad_payload)
         check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
@@ -171,7 +170,7 @@ class Runtime:
         self._name = name
         self._title = f"{self._kind.lower()} {name}"
         self._lease_seconds = lease_seconds
-        self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
+        self._make_message: Callable[..., Message] = payloads.message_maker(Message, decoder)
         self._handlers: Handlers[Handler | TransactionalHandler] = Handlers(
             self._kind,
             f"@{self._kind.lower()}.handler",
@@ -571,7 +570,7 @@ class Runtime:
         self._sources.note_received(source, len(received))
         self._forget_finished()
         # Of a consumer that reads alone; a worker's own batches are never left.
-        left = source.left.outcome(received, _encode.interval(self.retry_after))
+        left = source.left.outcome(received, encode.interval(self.retry_after))
         if received:
             self._watches[source].reset()
             min_interval = 0 if self._until_idle else self.min_interval
@@ -660,7 +659,7 @@ class Runtime:
         leases, once."""
         limit = _LONG * self._lease_seconds
         if self.handler_timeout is not None:
-            limit = _encode.total_seconds(self.handler_timeout)
+            limit = encode.total_seconds(self.handler_timeout)
         for running in list(self._running):
             message = running.message
             seconds = time.monotonic() - running.since
@@ -682,7 +681,7 @@ class Runtime:
                     message, f"the handler ran longer than {limit:g} s (handler_timeout)"
                 )
                 self._finished.append((batch, message.msg_id, outcome))
-                _telemetry.note_outcome(message, self.consumer, outcome.action)
+                telemetry.note_outcome(message, self.consumer, outcome.action)
                 self._pool.abandon(running.place)
                 if others := running.others(message):  # their transaction is lost
                     self._pool.put([Item(batch, others)])
@@ -765,7 +764,7 @@ class Runtime:
                 outcome = self._unhandled(message)
             else:
                 running = self._start(item)
-                with _telemetry.handling(message, self.consumer):
+                with telemetry.handling(message, self.consumer):
                     returned = self._middleware.call(handler, message)
                 outcome = self._outcome(message, returned)
         except HandlerOutcome as raised:
@@ -778,7 +777,7 @@ class Runtime:
             raise
         finally:
             if running is None or self._claim(running):  # else it was rejected
-                _telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
+                telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
                 self._finished.append((batch, message.msg_id, outcome))
                 self._wake_if_due()
 
@@ -807,7 +806,7 @@ class Runtime:
             if running is None or running.is_reporting or self._claim(running):  # else it was rejected
                 for message in messages:
                     if (outcome := outcomes.get(message.msg_id)) is not None:
-                        _telemetry.note_outcome(message, self.consumer, outcome.action)
+                        telemetry.note_outcome(message, self.consumer, outcome.action)
                 self._pool.put(again)
                 for msg_id, outcome in outcomes.items():
                     self._finished.append((batch, msg_id, outcome))
@@ -836,7 +835,7 @@ class Runtime:
     def _after(self, message: Message) -> timedelta | None:
         """Return when a message is redelivered that is rejected; None is as the queue says."""
         own = self._handlers.retries(message).after(message)
-        return _encode.interval(self.retry_after) if own is None else own
+        return encode.interval(self.retry_after) if own is None else own
 
     def _rejection(self, message: Message, reason: str | None) -> MessageOutcome:
         return MessageOutcome("nack", self._after(message), reason)
@@ -847,7 +846,7 @@ class Runtime:
 
     def _outcome(self, message: Message, returned: object) -> MessageOutcome:
         success = ARCHIVE if self.archive else ACK
-        return success if returned is None else _batches.outcome_of(returned, success, self._after(message))
+        return success if returned is None else batches.outcome_of(returned, success, self._after(message))
 
     def _outcome_of_error(self, message: Message, error: BaseException) -> MessageOutcome:
         if isinstance(error, HandlerOutcome):
@@ -866,4 +865,4 @@ class Runtime:
         after = self._after(message)
         text = settings.failure_text(message, self.consumer, error, after, self._is_shared, given_up_for)
         self._log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
-        return _batches.failure_outcome(error, after, given_up_for is not None)
+        return batches.failure_outcome(error, after, given_up_for is not None)
