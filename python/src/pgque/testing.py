@@ -64,7 +64,7 @@ class TestQueue:
         self.consumer = consumer
         self.client = PgqueClient.connect(dsn, autocommit=True)
         self._handled: dict[int, Message] = {}
-        self.client.create_queue(name)
+        self.client.admin.create_queue(name)
         self.client.subscribe(name, consumer)
 
     def __enter__(self) -> TestQueue:
@@ -94,7 +94,7 @@ class TestQueue:
 
     def retry_now(self) -> int:
         """Make all messages in state retry due, and return their number. Calls `pgque.retry_now`."""
-        return self.client.retry_now(self.name, self.consumer)
+        return self.client.consumers.retry_now(self.name, self.consumer)
 
     def work(self, worker: Runtime | AsyncRuntime, *, timeout: float = 30) -> list[Message]:
         """Run a worker or consumer until its queue has nothing left to receive, and return the messages that
@@ -150,7 +150,7 @@ class TestQueue:
     @property
     def done(self) -> list[Message]:
         """Return the messages that were acknowledged, without those in the archive."""
-        unfinished = {message.msg_id for message in self.client.list_messages(self.name, None, _ALL)}
+        unfinished = {message.msg_id for message in self.client.messages.list(self.name, None, _ALL)}
         return [message for message in self._handled.values() if message.msg_id not in unfinished]
 
     @property
@@ -159,23 +159,23 @@ class TestQueue:
         return [
             message
             for status in ("pending", "delayed")
-            for message in self.client.list_messages(self.name, status, _ALL)
+            for message in self.client.messages.list(self.name, status, _ALL)
         ]
 
     @property
     def retried(self) -> list[QueuedMessage]:
         """Return the messages in state retry."""
-        return self.client.list_messages(self.name, "retry", _ALL)
+        return self.client.messages.list(self.name, "retry", _ALL)
 
     @property
     def dead(self) -> list[DeadLetter]:
         """Return the dead letters."""
-        return self.client.dlq_inspect(self.name, _ALL)
+        return self.client.dlq.inspect(self.name, _ALL)
 
     @property
     def archived(self) -> list[ArchivedMessage]:
         """Return the messages in the archive."""
-        return self.client.archive_list(self.name, _ALL)
+        return self.client.archived.list(self.name, _ALL)
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from ..codec import payloads as _payloads
-from ..errors import PgqueBadArgument
+from ..codec import payloads
+from ..errors import PgqueBadArgumentError
 from ..types import Message
 from .retries import DEFAULT, Retries
 
@@ -70,7 +70,8 @@ class Handlers(Generic[F]):
         The decorator must be called by the code that names the handler, since it reads the local names of its
         caller: a handler may ask for a model by annotation. Raises TypeError where the decorator was given
         the handler itself in place of the type, for a handler that takes other arguments, and for an
-        annotation that no message and no payload becomes; PgqueBadArgument if the type has another handler.
+        annotation that no message and no payload becomes; PgqueBadArgumentError if the type has another
+        handler.
         """
         if not isinstance(type, str):
             raise TypeError(
@@ -83,12 +84,12 @@ class Handlers(Generic[F]):
             _check_arguments(handler, self._arguments)
             before: object = self._by_type.get(type, handler)
             if before != handler:
-                raise PgqueBadArgument(
+                raise PgqueBadArgumentError(
                     f"messages of type {type!r} have a handler already: {_name(before)}",
                     hint="Register one function for a type, and call others from it.",
                 )
             namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
-            self._calls[type] = _payloads.with_model(handler, namespace, _name(handler))  # type: ignore[assignment]
+            self._calls[type] = payloads.with_model(handler, namespace, _name(handler))  # type: ignore[assignment]
             self._by_type[type] = handler  # type: ignore[assignment]
             self._retries[type] = retries
             if then is not None:
@@ -104,10 +105,10 @@ class Handlers(Generic[F]):
         self._retries.update(others._retries)
 
     def check_any(self, policy: str) -> None:
-        """Raise PgqueBadArgument without a single handler: each message would fail until it is a dead
+        """Raise PgqueBadArgumentError without a single handler: each message would fail until it is a dead
         letter."""
         if not self._by_type and policy != "ack":
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "there is no handler for any message",
                 hint=f'Register one with {self._decorator}("type"), or pass unknown_handler_policy="ack".',
             )
@@ -165,7 +166,7 @@ def check_async_handler(handler: Callable[..., object], owner: str) -> None:
 
 def _check_arguments(handler: Callable[..., object], count: int) -> None:
     """Raise TypeError for a handler that cannot be called with so many arguments."""
-    if (signature := _payloads.signature_of(handler)) is None:
+    if (signature := payloads.signature_of(handler)) is None:
         return
     try:
         signature.bind(*[None] * count)

@@ -26,15 +26,14 @@ from psycopg import AsyncConnection
 from ..client.client import AsyncPgqueClient
 from ..client.connection import Progress, keep_connected, open_client, open_client_before
 from ..client.limit import check_command_timeout
-from ..codec import encode as _encode
-from ..codec import payloads as _payloads
+from ..codec import encode, payloads
 from ..codec.json import Encoder
 from ..codec.payloads import BadPayload, Decoder
 from ..errors import PgqueError, PgquePayloadError, one_line
-from ..integrations import telemetry as _telemetry
+from ..integrations import telemetry
 from ..outcomes import HandlerOutcome, retry_interval
 from ..types import Event, Message, Payload, Seconds
-from . import batches as _batches
+from . import batches
 from .batches import ACK, ARCHIVE, RELEASE, Batch, Item, MessageOutcome, Running, Statement
 from .concurrency import SingleRun, TaskPool, check_until_idle, run_worker_async
 from .exchange import extend_if_due, report_and_receive, wait
@@ -137,12 +136,12 @@ class AsyncRuntime:
             raise ValueError("max_bytes must be at least 1")
         if poll_interval <= 0:
             raise ValueError("poll_interval must be more than 0 seconds")
-        if handler_timeout is not None and _encode.total_seconds(handler_timeout) <= 0:
+        if handler_timeout is not None and encode.total_seconds(handler_timeout) <= 0:
             raise ValueError("handler_timeout must be more than 0 seconds, or None")
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
-        _payloads.check_functions(encoder=encoder, decoder=decoder)
-        _payloads.check_bad_payload(bad_payload)
+        payloads.check_functions(encoder=encoder, decoder=decoder)
+        payloads.check_bad_payload(bad_payload)
         check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
@@ -170,7 +169,7 @@ class AsyncRuntime:
         self._name = name
         self._title = f"{self._kind.lower()} {name}"
         self._lease_seconds = lease_seconds
-        self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
+        self._make_message: Callable[..., Message] = payloads.message_maker(Message, decoder)
         self._handlers: Handlers[AsyncHandler | AsyncTransactionalHandler] = Handlers(
             self._kind,
             f"@{self._kind.lower()}.handler",
@@ -251,7 +250,7 @@ class AsyncRuntime:
                 and one number for all. It also counts for `Retry()`. None is `retry_after` of the worker.
 
         Raises TypeError for an object that cannot be a handler, an annotation that cannot be validated, and
-        what is no class of errors; PgqueBadArgument for a pause below 0 or over ten years.
+        what is no class of errors; PgqueBadArgumentError for a pause below 0 or over ten years.
         """
         return self._handlers.register(type, retries=retries(retry_on, dead_on, backoff))
 
@@ -267,7 +266,7 @@ class AsyncRuntime:
         catch_up: str = "one",
     ) -> Callable[[H], H]:
         """Register the decorated function as the handler of a recurring message, which the ticker sends at
-        the times of `cron`. See `AsyncPgqueClient.create_recurring`, which the worker calls when it
+        the times of `cron`. See `AsyncPgqueClient.recurring.create`, which the worker calls when it
         starts.
 
         Any number of workers may have the decorator: each run is sent once. The role of the worker needs the
@@ -331,11 +330,12 @@ class AsyncRuntime:
         After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
         and a second more to release messages.
 
-        Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFound,
-        PgqueConsumerNotFound, PgquePermissionDenied; PgqueQueueInUse if a worker's consumer reads on its own,
-        or a subconsumer's; PgqueBadArgument if a consumer without workers has workers, and without a
-        handler, unless `unknown_handler_policy` is "ack". Running handlers have `shutdown_timeout` seconds to
-        finish then. Raises PgqueError while the object runs already, and after it was stopped.
+        Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFoundError,
+        PgqueConsumerNotFoundError, PgquePermissionDeniedError; PgqueQueueInUseError if a worker's consumer
+        reads on its own, or a subconsumer's; PgqueBadArgumentError if a consumer without workers has workers,
+        and without a handler, unless `unknown_handler_policy` is "ack". Running handlers have
+        `shutdown_timeout` seconds to finish then. Raises PgqueError while the object runs already, and after
+        it was stopped.
         """
         self._handlers.check_any(self.unknown_handler_policy)
         check_until_idle(self, until_idle)
@@ -475,7 +475,7 @@ class AsyncRuntime:
             source.settings = await listen(client, source.queue)
             await self._prepare(client, source)
         for it in self._recurring:
-            await client.create_recurring(
+            await client.recurring.create(
                 it.name, it.queue, it.cron, it.event, timezone=it.timezone, catch_up=it.catch_up
             )
         self._sources.wake(None)
@@ -569,7 +569,7 @@ class AsyncRuntime:
         self._sources.note_received(source, len(received))
         self._forget_finished()
         # Of a consumer that reads alone; a worker's own batches are never left.
-        left = source.left.outcome(received, _encode.interval(self.retry_after))
+        left = source.left.outcome(received, encode.interval(self.retry_after))
         if received:
             self._watches[source].reset()
             min_interval = 0 if self._until_idle else self.min_interval
@@ -658,7 +658,7 @@ class AsyncRuntime:
         leases, once."""
         limit = _LONG * self._lease_seconds
         if self.handler_timeout is not None:
-            limit = _encode.total_seconds(self.handler_timeout)
+            limit = encode.total_seconds(self.handler_timeout)
         for running in list(self._running):
             message = running.message
             seconds = time.monotonic() - running.since
@@ -680,7 +680,7 @@ class AsyncRuntime:
                     message, f"the handler ran longer than {limit:g} s (handler_timeout)"
                 )
                 self._finished.append((batch, message.msg_id, outcome))
-                _telemetry.note_outcome(message, self.consumer, outcome.action)
+                telemetry.note_outcome(message, self.consumer, outcome.action)
                 self._pool.abandon(running.place)
                 if others := running.others(message):  # their transaction is lost
                     self._pool.put([Item(batch, others)])
@@ -763,7 +763,7 @@ class AsyncRuntime:
                 outcome = self._unhandled(message)
             else:
                 running = self._start(item)
-                with _telemetry.handling(message, self.consumer):
+                with telemetry.handling(message, self.consumer):
                     returned = await self._middleware.call_async(handler, message)
                 outcome = self._outcome(message, returned)
         except HandlerOutcome as raised:
@@ -776,7 +776,7 @@ class AsyncRuntime:
             raise
         finally:
             if running is None or self._claim(running):  # else it was rejected
-                _telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
+                telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
                 self._finished.append((batch, message.msg_id, outcome))
                 self._wake_if_due()
 
@@ -805,7 +805,7 @@ class AsyncRuntime:
             if running is None or running.is_reporting or self._claim(running):  # else it was rejected
                 for message in messages:
                     if (outcome := outcomes.get(message.msg_id)) is not None:
-                        _telemetry.note_outcome(message, self.consumer, outcome.action)
+                        telemetry.note_outcome(message, self.consumer, outcome.action)
                 self._pool.put(again)
                 for msg_id, outcome in outcomes.items():
                     self._finished.append((batch, msg_id, outcome))
@@ -834,7 +834,7 @@ class AsyncRuntime:
     def _after(self, message: Message) -> timedelta | None:
         """Return when a message is redelivered that is rejected; None is as the queue says."""
         own = self._handlers.retries(message).after(message)
-        return _encode.interval(self.retry_after) if own is None else own
+        return encode.interval(self.retry_after) if own is None else own
 
     def _rejection(self, message: Message, reason: str | None) -> MessageOutcome:
         return MessageOutcome("nack", self._after(message), reason)
@@ -845,7 +845,7 @@ class AsyncRuntime:
 
     def _outcome(self, message: Message, returned: object) -> MessageOutcome:
         success = ARCHIVE if self.archive else ACK
-        return success if returned is None else _batches.outcome_of(returned, success, self._after(message))
+        return success if returned is None else batches.outcome_of(returned, success, self._after(message))
 
     def _outcome_of_error(self, message: Message, error: BaseException) -> MessageOutcome:
         if isinstance(error, HandlerOutcome):
@@ -864,4 +864,4 @@ class AsyncRuntime:
         after = self._after(message)
         text = settings.failure_text(message, self.consumer, error, after, self._is_shared, given_up_for)
         self._log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
-        return _batches.failure_outcome(error, after, given_up_for is not None)
+        return batches.failure_outcome(error, after, given_up_for is not None)
