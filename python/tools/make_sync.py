@@ -53,6 +53,7 @@ RULES = [
     (r"\bAsyncStopper\b", "Stopper"),
     (r"\bAsyncHandler\b", "Handler"),
     (r"\bAsyncTransactionalHandler\b", "TransactionalHandler"),
+    (r"\bAsyncTaskDecorator\b", "TaskDecorator"),
     (r"\bconnect_async\b", "connect"),
     (r"\bAsyncCursor\b", "Cursor"),
     (r"\bAsyncWork(er|Queue|Message)\b", r"Work\1"),

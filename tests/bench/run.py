@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import (
+    batches,
     cycle,
     drain,
     elsewhere,
@@ -51,6 +52,7 @@ SUBJECTS = {
     "spark": spark.spark,
     "spark-servers": spark.servers,
     "workers": handlers.workers,
+    "batches": batches.batches,
     "workers-long": workers.workers_long,
     "peers": peers.peers,
     "drain": drain.drain,

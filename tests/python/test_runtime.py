@@ -246,14 +246,15 @@ _OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
-        (pgque.Worker, {"visibility_timeout": 1, "worker": "w"}),
-        (pgque.Consumer, {"subconsumer": "s", "dead_interval": 1}),
+        (pgque.Worker, {"visibility_timeout": 1}),
+        (pgque.Consumer, {"dead_interval": 1}),
     ],
 )
 def test_the_copy_that_a_process_or_a_test_gets_has_all_settings(kind: Kind, own: dict[str, Any]) -> None:
     parameters = inspect.signature(kind).parameters.values()
     names = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
     where_it_runs = {"queue", "name", "use", "concurrency", "max_messages", "liveness_file"}
+    where_it_runs |= {"worker", "subconsumer"}
     assert names - where_it_runs == _OPTIONS.keys() | own.keys()
     copy: Any = kind(**kind(**_OPTIONS, **own)._settings())
     assert {name: getattr(copy, name) for name in names - where_it_runs} == {**_OPTIONS, **own}
@@ -449,6 +450,55 @@ def test_a_transactional_handler_that_runs_too_long_is_rolled_back(
     assert _states(client, subscribed) == {"hangs": "dead"}
 
 
+def test_handlers_behind_one_that_runs_too_long_are_called_once(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    """And not in its transaction as well, which is lost."""
+    release = threading.Event()
+    calls: list[str | None] = []
+    consumer = pgque.Consumer(
+        f"{dsn} application_name=shared",
+        queue=subscribed,
+        consumer="c",
+        transactional=True,
+        handler_timeout=0.3,
+        retry_after=600,
+    )
+
+    @consumer.handler("*")
+    def handle(message: pgque.Message, own: object) -> None:
+        calls.append(message.payload)
+        if message.payload == "hangs":
+            release.wait(20)
+
+    open_ones = "select from pg_stat_activity where application_name = 'shared' and xact_start is not null"
+    _send(client, subscribed, tick, "hangs", "x", "y")
+    with running(consumer):
+        wait_until(lambda: _states(client, subscribed) == {"hangs": "retry"})
+        release.set()
+        wait_until(lambda: client.conn.execute(open_ones).fetchall() == [])
+    assert calls == ["hangs", "x", "y"]
+
+
+@both
+def test_a_conflict_with_another_transaction_is_no_failure_of_a_message(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, kind: Kind
+) -> None:
+    """As of the acks of one batch, where the default isolation level is SERIALIZABLE."""
+    worker = kind(
+        f"{dsn} options='-c default_transaction_isolation=serializable'",
+        queue=subscribed,
+        consumer="c",
+        transactional=True,
+        concurrency=8,
+        retry_after=600,
+    )
+    worker.handler("*")(lambda message, own: own.execute("select pg_sleep(0.002)"))
+    _send(client, subscribed, tick, *map(str, range(80)))
+    worker.run(until_idle=True)
+    assert _states(client, subscribed) == {}
+
+
 def test_what_was_written_for_a_message_that_another_worker_got_is_rolled_back(
     dsn: str,
     client: pgque.PgqueClient,
@@ -587,3 +637,86 @@ def test_a_stop_with_nothing_in_hand_waits_for_no_lock(
         thread.join(15)
         assert not thread.is_alive()
     holder.conn.rollback()
+
+
+# -- what a fault leaves ------------------------------------------------------------
+
+
+def test_what_was_received_over_a_connection_that_is_lost_then_comes_again(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """
+    holder: a delivery locks the consumer
+    worker: its receive waits for that longer than half a lease
+    locker: waits for the table behind the worker
+    result: the receive returns a message, and the worker loses the connection while it extends the lease
+    """
+    seen: list[str | None] = []
+    _send(client, subscribed, tick, "x")
+    holder, locker = connect(autocommit=False), connect(autocommit=False)
+    assert pgque.PgqueClient(holder).receive(subscribed, "c", worker="other")
+    worker = pgque.Worker(
+        f"{dsn} application_name=waits",
+        queue=subscribed,
+        consumer="c",
+        visibility_timeout=1,
+        command_timeout=1.5,
+    )
+    worker.handler("*")(lambda message: seen.append(message.payload))
+    waiting = "select from pg_stat_activity where application_name = 'waits' and wait_event_type = 'Lock'"
+    long_waiting = f"{waiting} and clock_timestamp() > query_start + interval '0.6 s'"
+    with running(worker):
+        wait_until(lambda: client.conn.execute(waiting).fetchall())
+        lock = threading.Thread(
+            target=locker.execute, args=["lock table pgque.subscriber in access exclusive mode"], daemon=True
+        )
+        lock.start()
+        wait_for_lock(locker.info.backend_pid)
+        wait_until(lambda: client.conn.execute(long_waiting).fetchall())
+        holder.rollback()
+        lock.join(20)
+        wait_until(lambda: "has not answered" in caplog.text)
+        locker.rollback()
+        wait_until(lambda: seen)
+    assert seen == ["x"]
+
+
+@both
+def test_a_worker_that_ended_by_an_error_works_when_it_is_run_again(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    reader: Any,
+    conn: Connection,
+    kind: Kind,
+) -> None:
+    """Although a handler of the first run never returns."""
+    release = threading.Event()
+    calls: list[str | None] = []
+    own: dict[str, Any] = {"visibility_timeout": 1} if kind is pgque.Worker else {}
+    worker = kind(reader.dsn, queue=subscribed, consumer="c", concurrency=2, shutdown_timeout=0.1, **own)
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        calls.append(message.payload)
+        if calls == ["hangs"]:
+            release.wait(30)
+        elif calls == ["hangs", "revokes"]:
+            conn.execute(f"revoke pgque_reader from {reader.name}")
+
+    _send(client, subscribed, tick, "hangs", "revokes")
+    with pytest.raises(pgque.PgquePermissionDeniedError):
+        worker.run()
+    conn.execute(f"grant pgque_reader to {reader.name}")
+    with running(worker):
+        wait_until(lambda: client.messages.list(subscribed) == [], timeout=20)
+    release.set()

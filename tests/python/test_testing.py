@@ -98,8 +98,14 @@ def test_an_async_worker_works_with_and_without_a_running_loop(pgque_queue: Queu
     assert [message.payload for message in pgque_queue.done] == ["a", "b"]
 
 
-def test_a_consumer_works_on_its_queue_as_well(pgque_queue: Queue) -> None:  # noqa: F811
-    consumer = pgque.Consumer(queue="another", consumer="another", transactional=True)
+@pytest.mark.parametrize("subconsumer", [None, "one of several"])
+def test_a_consumer_works_on_its_queue_as_well(
+    pgque_queue: Queue,  # noqa: F811
+    subconsumer: str | None,
+) -> None:
+    consumer = pgque.Consumer(
+        queue="another", consumer="another", transactional=True, subconsumer=subconsumer
+    )
     consumer.handler("*")(lambda message, conn: conn.execute("create table made ()"))
     pgque_queue.send("a")
     pgque_queue.send("b")

@@ -56,9 +56,10 @@ if TYPE_CHECKING:
     from .integrations.prometheus import enable_prometheus
     from .ops import embedded as embedded
     from .ops import exporter as exporter
-    from .outcomes import Dead, HandlerOutcome, Release, Retry
+    from .outcomes import Dead, HandlerOutcome, Outcomes, Release, Retry
     from .runtime.consumer import AsyncConsumer
     from .runtime.stopper import HandlerInterrupted
+    from .runtime.tasks import Task
     from .runtime.workers import AsyncWorker, AsyncWorkMessage, AsyncWorkQueue
     from .transaction.calls import ack_async, nack_async, receive_async, send_async, send_batch_async
     from .twins.calls import ack, nack, receive, send, send_batch
@@ -99,7 +100,7 @@ else:
         *("errors", "outcomes", "types", "runtime.stopper"),
         *("integrations.opentelemetry", "integrations.prometheus", "twins.client", "client.client"),
         *("twins.consumer", "runtime.consumer", "twins.workers", "runtime.workers"),
-        *("twins.calls", "transaction.calls"),
+        *("twins.calls", "transaction.calls", "runtime.tasks"),
     )
 
     def __getattr__(name: str) -> object:
@@ -142,6 +143,7 @@ __all__ = [
     "MessageStatus",
     "Metric",
     "Outcome",
+    "Outcomes",
     "PgqueBadArgument",
     "PgqueBadArgumentError",
     "PgqueBatchNotFound",
@@ -192,6 +194,7 @@ __all__ = [
     "Retry",
     "SendResult",
     "StatusRow",
+    "Task",
     "WorkMessage",
     "WorkQueue",
     "Worker",

@@ -77,6 +77,18 @@ class Dead(HandlerOutcome):
         super().__init__(self.reason or "")
 
 
+class Outcomes(dict[int, object]):
+    """Give messages of a batch handler outcomes of their own, by `msg_id`.
+
+        outcomes = pgque.Outcomes()
+        outcomes[message.msg_id] = pgque.Dead("no address")
+        return outcomes
+
+    A value is a Retry, a Dead, a Release, or an error, which counts as if a handler had raised it for that
+    message. Messages that are not in it are handled.
+    """
+
+
 class Release(HandlerOutcome):
     """Release the message: it can be received at once, by any worker. It does not count as failed, so
     `retry_count` stays.

@@ -641,11 +641,11 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         """Cancel a message, so that it is no longer delivered, and return the state in which it was found.
         Calls `pgque.cancel`.
 
-        With `consumer`, only this consumer is concerned. If a worker has the message, its handler runs on,
-        and the outcome does not count. The state is one of those in `QueuedMessage`, "cancelled" if it was
-        cancelled before, or "done" if no consumer has it. Raises PgqueQueueNotFoundError,
-        PgqueMessageNotFoundError, PgqueConsumerNotFoundError, and PgqueBadArgumentError if the message is
-        delayed and a consumer is given.
+        With `consumer`, only this consumer is concerned. If a worker has the message, its outcome does not
+        count, and an async handler is cancelled when its lease is extended. The state is one of those in
+        `QueuedMessage`, "cancelled" if it was cancelled before, or "done" if no consumer has it. Raises
+        PgqueQueueNotFoundError, PgqueMessageNotFoundError, PgqueConsumerNotFoundError, and
+        PgqueBadArgumentError if the message is delayed and a consumer is given.
         """
         with self._unlimited():
             return await self._value(

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
@@ -70,23 +70,31 @@ def check_bad_payload(value: str) -> None:
         raise ValueError(f"bad_payload must be 'dead' or 'retry', not {value!r}")
 
 
-def with_model(
-    handler: Callable[..., object], namespace: Mapping[str, object], name: str
-) -> Callable[..., object]:
-    """Return what to call with a message: a function that gives the handler what its annotation asks for, or
-    the handler itself if that is a Message, or not said.
+def giver(
+    handler: Callable[..., object], namespace: Mapping[str, object], name: str, of_batch: bool
+) -> Callable[[Message], object]:
+    """Return the function that makes what a handler asks for by annotation of a message: `itself` if that is
+    a Message, or not said.
 
     Args:
         handler: the function that was registered.
         namespace: local variables of the code that registers it.
         name: name of the handler for errors.
+        of_batch: whether it asks for a list.
 
     Raises TypeError for an annotation that no message and no payload becomes, and ImportError if it needs
     pydantic, which is missing.
     """
     annotation = _annotation(handler, namespace, name)
+    if of_batch and annotation is not Any and annotation is not object and annotation is not _EMPTY:
+        if get_origin(annotation) not in (list, Sequence, Iterable, Collection):
+            raise TypeError(
+                f"{name} asks for {convert.name_of(annotation)}. A batch handler gets a list of a Message, a"
+                " Message[Model] or a Model, such as list[Message]."
+            )
+        [annotation] = get_args(annotation)
     if _is_any_message(annotation):
-        return handler
+        return itself
     give: Callable[[Message, Any], object] = Message.into
     model = annotation
     if _is_message(annotation):
@@ -99,10 +107,22 @@ def with_model(
             f"{name} asks for {convert.name_of(annotation)}. {error}. A handler may ask for a Message, a"
             " Message[Model] or a Model."
         ) from error
+    return lambda message: give(message, model)
+
+
+def itself(message: Message) -> Message:
+    """Return the message."""
+    return message
+
+
+def calling(handler: Callable[..., object], give: Callable[[Message], object]) -> Callable[..., object]:
+    """Return what calls a handler with what `give` makes of a message."""
+    if give is itself:
+        return handler
 
     @functools.wraps(handler)
     def call(message: Message, *rest: object) -> object:
-        return handler(give(message, model), *rest)
+        return handler(give(message), *rest)
 
     call.__qualname__ = getattr(handler, "__qualname__", repr(handler))
     return call

@@ -7,7 +7,7 @@ Nothing happens until `enable_opentelemetry()`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
@@ -96,19 +96,20 @@ class _OpenTelemetry:
             self._operations.record(time.perf_counter() - began, of)
 
     @contextmanager
-    def handling(self, message: Message, consumer: str) -> Iterator[None]:
-        of = {**_of(message.queue, consumer), "messaging.operation.name": "process"}
-        self._consumed.add(1, of)
-        wait = telemetry.waited(message)
-        if wait is not None:
-            self._wait.record(wait, of)
-        if telemetry.is_redelivered(message):
-            self._redeliveries.add(1, of)
+    def handling(self, messages: Sequence[Message], consumer: str) -> Iterator[None]:
+        of = {**_of(messages[0].queue, consumer), "messaging.operation.name": "process"}
+        self._consumed.add(len(messages), of)
+        for message in messages:
+            wait = telemetry.waited(message)
+            if wait is not None:
+                self._wait.record(wait, of)
+            if telemetry.is_redelivered(message):
+                self._redeliveries.add(1, of)
         failed: dict[str, str] = {}
         self._in_flight.add(1, of)
         began = time.perf_counter()
         try:
-            with self._span(message, of):
+            with self._span(messages, of):
                 yield
         except HandlerOutcome:
             raise
@@ -120,23 +121,35 @@ class _OpenTelemetry:
             self._in_flight.add(-1, of)
 
     @contextmanager
-    def _span(self, message: Message, of: Mapping[str, str]) -> Iterator[None]:
-        carrier: Mapping[str, str] = {
-            name: value for name, value in (message.headers or {}).items() if isinstance(value, str)
+    def _span(self, messages: Sequence[Message], of: Mapping[str, str]) -> Iterator[None]:
+        """Run the block in a span that continues that of its message, or is linked to those of its batch."""
+        message = messages[0]
+        attributes: dict[str, str | int] = {
+            **of,
+            "messaging.operation.type": "process",
+            "messaging.batch.id": str(message.batch_id),
         }
+        given: dict[str, Any]
+        if len(messages) == 1:
+            attributes["messaging.message.id"] = str(message.msg_id)
+            given = {"context": self._context(message)}
+        else:
+            attributes["messaging.batch.message_count"] = len(messages)
+            senders = [self._trace.get_current_span(self._context(each)) for each in messages]
+            given = {"links": [self._trace.Link(sender.get_span_context()) for sender in senders]}
         tracer = self._trace.get_tracer("pgque", __version__)
         with tracer.start_as_current_span(
             f"process {message.queue}",
-            context=self._propagate.extract(carrier),
             kind=self._trace.SpanKind.CONSUMER,
-            attributes={
-                **of,
-                "messaging.operation.type": "process",
-                "messaging.message.id": str(message.msg_id),
-                "messaging.batch.id": str(message.batch_id),
-            },
+            attributes=attributes,
+            **given,
         ):
             yield
+
+    def _context(self, message: Message) -> Any:
+        """Return the context in the headers of a message."""
+        headers = (message.headers or {}).items()
+        return self._propagate.extract({name: value for name, value in headers if isinstance(value, str)})
 
     def note_outcome(self, message: Message, consumer: str, outcome: str) -> None:
         self._outcomes.add(1, {**_of(message.queue, consumer), "pgque.outcome": outcome})

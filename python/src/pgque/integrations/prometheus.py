@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -81,14 +81,15 @@ class _Prometheus:
             self._registry.unregister(family)
 
     @contextmanager
-    def handling(self, message: Message, consumer: str) -> Iterator[None]:
-        of = (message.queue or "", consumer)
-        wait = telemetry.waited(message)
-        if wait is not None:
-            self._wait.labels(*of).observe(wait)
+    def handling(self, messages: Sequence[Message], consumer: str) -> Iterator[None]:
+        of = (messages[0].queue or "", consumer)
         redeliveries = self._redeliveries.labels(*of)  # shown as 0 from the first message on
-        if telemetry.is_redelivered(message):
-            redeliveries.inc()
+        for message in messages:
+            wait = telemetry.waited(message)
+            if wait is not None:
+                self._wait.labels(*of).observe(wait)
+            if telemetry.is_redelivered(message):
+                redeliveries.inc()
         began = time.perf_counter()
         in_flight = self._in_flight.labels(*of)
         in_flight.inc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import datetime, timezone
 from typing import Final, Protocol
@@ -18,10 +19,10 @@ _NOTHING: Final = nullcontext()
 
 
 class Observer(Protocol):
-    """What is called for each message that a worker or consumer handles."""
+    """What is called for the messages that a worker or consumer handles."""
 
-    def handling(self, message: Message, consumer: str) -> AbstractContextManager[None]:
-        """Return a block in which the handler of the message runs."""
+    def handling(self, messages: Sequence[Message], consumer: str) -> AbstractContextManager[None]:
+        """Return a block in which the handler of messages runs, of one or of a batch."""
 
     def note_outcome(self, message: Message, consumer: str, outcome: str) -> None:
         """Take note of an outcome: ack, archive, nack, dead, release or lost."""
@@ -46,16 +47,16 @@ def remove(observer: Observer | None) -> None:
     _observers = tuple(other for other in _observers if other is not observer)
 
 
-def handling(message: Message, consumer: str) -> AbstractContextManager[object]:
-    """Return the block in which the handler of a message runs."""
+def handling(messages: Sequence[Message], consumer: str) -> AbstractContextManager[object]:
+    """Return the block in which the handler of messages runs."""
     observers = _observers
     if not observers:
         return _NOTHING
     if len(observers) == 1:
-        return observers[0].handling(message, consumer)
+        return observers[0].handling(messages, consumer)
     stack = ExitStack()
     for observer in observers:
-        stack.enter_context(observer.handling(message, consumer))
+        stack.enter_context(observer.handling(messages, consumer))
     return stack
 
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from ..codec import encode
 from ..errors import PgqueBadArgumentError, described
-from ..outcomes import Dead, HandlerOutcome, Release, Retry, reason_of, retry_interval
+from ..outcomes import Dead, HandlerOutcome, Outcomes, Release, Retry, reason_of, retry_interval
 from ..types import Message, Seconds, columns
 
 M = TypeVar("M", bound=Message)
@@ -93,6 +93,9 @@ def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta
             return MessageOutcome("dead", None, reason_of(reason))
         case Release():
             return RELEASE
+        case Outcomes():
+            text = "Outcomes are of a batch handler: a handler of one message returns its outcome"
+            return failure_outcome(TypeError(text), retry_after)
         case HandlerOutcome():
             # Of a class of the program's own, whose __init__ does not call the one of Retry or Dead.
             name = type(returned).__qualname__
@@ -121,6 +124,7 @@ class Batch(Generic[M]):
         self.extended_at = received_at
         self.reported_at = received_at
         self.lost = False
+        self.misses_some = False  # others may have ended some of its messages: cancelled them, say
         self.expiry_logged = False
         self._has_released = False  # those could still be acked, with the whole batch
         self._unreported = {message.msg_id for message in messages}
@@ -160,12 +164,14 @@ class Batch(Generic[M]):
         """Take note of how many messages an extension found to be leased.
 
         None is left also where all outcomes were reported meanwhile, in another thread. So the batch is lost
-        only if messages have no outcome: what is reported too late is refused by the server.
+        only if messages have no outcome: what is reported too late is refused by the server. And for the same
+        reason it is to be asked which messages are missing.
         """
         self.extended_at = now
+        self.misses_some |= (held or 0) < len(self._unreported)
         if not held and self.unfinished > 0 and not self.lost:
             self.lost = True
-            log.warning("batch %s is lost: its lease expired", self.batch_id)
+            log.warning("batch %s is lost: its lease expired, or it was cancelled", self.batch_id)
 
     def record(self, msg_ids: Iterable[int], outcome: MessageOutcome) -> None:
         """Record the outcome of messages, to be reported."""
@@ -293,32 +299,40 @@ class OwnBatch(Batch[M]):
 
 
 class Item(NamedTuple):
-    """Messages of a batch that one thread or task handles: one, or those that share a transaction."""
+    """Messages of a batch that one thread or task handles: one, those that share a transaction, or those of a
+    call of a batch handler."""
 
     batch: Batch[Message]
     messages: Sequence[Message]
-    was_lost: bool = False  # whether the connection was lost while the message was handled
+    was_lost: bool = False  # whether the connection was lost while the messages were handled
+    together: bool = False  # whether one call handles them
+
+    def calls(self) -> Sequence[Sequence[Message]]:
+        """Return the messages by calls of their handlers."""
+        return [self.messages] if self.together else [[message] for message in self.messages]
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """An item that is handled, the message that its handler has, since when, and where in the pool."""
+    """An item that is handled, the messages that its handler has, since when, and where in the pool."""
 
     item: Item
     place: Any
-    message: Message
+    messages: Sequence[Message]
     since: float = field(default_factory=time.monotonic)
     is_logged: bool = False
     is_over: bool = False  # its outcome does not count any more
     is_reporting: bool = False  # its outcomes are in its transaction
 
-    def others(self, message: Message) -> list[Message]:
-        """Return the other messages of the item."""
-        return [each for each in self.item.messages if each is not message]
+    def others(self) -> list[Item]:
+        """Return the messages of the item that the handler does not have, as an item if there are some."""
+        ids = {message.msg_id for message in self.messages}
+        others = [message for message in self.item.messages if message.msg_id not in ids]
+        return [self.item._replace(messages=others, was_lost=False)] if others else []
 
-    def note_started(self, message: Message) -> None:
-        """Take note that the handler has another message."""
-        self.message = message
+    def note_started(self, messages: Sequence[Message]) -> None:
+        """Take note that the handler has other messages."""
+        self.messages = messages
         self.since = time.monotonic()
 
 

@@ -34,6 +34,9 @@ class ThreadPool(Generic[T]):
     A thread starts with the context in which the pool was made.
     """
 
+    # What becomes of a handler in a place that is abandoned, for the log.
+    abandoned = "its thread cannot be cancelled and goes on, but its outcome does not count"
+
     def __init__(self, size: int, work: Callable[[T], object]) -> None:
         self._work = work
         self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
@@ -94,6 +97,8 @@ class TaskPool(Generic[T]):
 
     A task starts with the context in which the pool was made, and what it sets there ends with it.
     """
+
+    abandoned = "its task is cancelled"
 
     def __init__(self, size: int, work: Callable[[T], Awaitable[object]]) -> None:
         self._work = work

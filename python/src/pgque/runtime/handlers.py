@@ -5,22 +5,75 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ..codec import payloads
-from ..errors import PgqueBadArgumentError
-from ..types import Message
+from ..codec.encode import total_seconds
+from ..errors import PgqueBadArgumentError, PgquePayloadError
+from ..outcomes import HandlerOutcome, Outcomes
+from ..types import Message, Seconds
 from .retries import DEFAULT, Retries
-
-F = TypeVar("F", bound=Callable[..., object])
-H = TypeVar("H", bound=Callable[..., object])
 
 # So many message types without a handler are remembered as logged; there may be any number of types.
 _MAX_LOGGED_TYPES = 100
 
 
-class Handlers(Generic[F]):
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a handler is registered with.
+
+    Args:
+        retries: what becomes of its failed messages.
+        timeout: seconds that it may run; None is as its worker has it.
+        size: most messages in one call; None is a handler of one message.
+    """
+
+    retries: Retries = DEFAULT
+    timeout: float | None = None
+    size: int | None = None
+
+
+_NO_OPTIONS = Options()
+
+
+class Registered(NamedTuple):
+    """A handler and its options; what calls it with a message, or of a batch handler with a list; and what
+    makes what its annotation asks for of a message."""
+
+    handler: Callable[..., object]
+    options: Options
+    call: Callable[..., object]
+    give: Callable[[Message], object]
+
+    def read(self, messages: Sequence[Message]) -> tuple[list[object], Outcomes]:
+        """Return what a batch handler gets, and the errors of messages that it cannot get."""
+        if self.give is payloads.itself:
+            return [*messages], Outcomes()
+        given: list[object] = []
+        failed = Outcomes()
+        for message in messages:
+            try:
+                given.append(self.give(message))
+            except (PgquePayloadError, HandlerOutcome) as error:
+                failed[message.msg_id] = error
+        return given, failed
+
+
+def _itself(handler: object) -> object:
+    return handler
+
+
+def timeout_of(seconds: Seconds | None, name: str) -> float | None:
+    """Return a time limit in seconds, or None. Raises ValueError for 0 and below."""
+    limit = None if seconds is None else total_seconds(seconds)
+    if limit is not None and not limit > 0:
+        raise ValueError(f"{name} must be more than 0 seconds, or None")
+    return limit
+
+
+class Handlers:
     """Find the handler of a message by its type.
 
     Args:
@@ -48,24 +101,22 @@ class Handlers(Generic[F]):
         self._consumer = consumer
         self._log = log
         self._logged: set[str | None] = set()
-        self._by_type: dict[str, F] = {}
-        self._calls: dict[str, F] = {}  # the same, with what each handler asks for by annotation
-        self._retries: dict[str, Retries] = {}  # of those that were registered with some
+        self._by_type: dict[str, Registered] = {}
 
     @property
-    def by_type(self) -> Mapping[str, F]:
+    def by_type(self) -> Mapping[str, Callable[..., object]]:
         """Return the handlers by message type."""
-        return self._by_type
+        return {type: found.handler for type, found in self._by_type.items()}
 
     @property
-    def retries_by_type(self) -> Mapping[str, Retries]:
-        """Return what becomes of failed messages, by message type."""
-        return self._retries
+    def options_by_type(self) -> Mapping[str, Options]:
+        """Return the options of the handlers, by message type."""
+        return {type: found.options for type, found in self._by_type.items()}
 
     def register(
-        self, type: object, then: Callable[[], object] | None = None, retries: Retries = DEFAULT
-    ) -> Callable[[H], H]:
-        """Return a decorator that registers the handler of a message type, and then calls `then`.
+        self, type: object, made: Callable[[Any], Any] = _itself, options: Options = _NO_OPTIONS
+    ) -> Callable[[Any], Any]:
+        """Return a decorator that registers the handler of a message type, as what `made` makes of it.
 
         The decorator must be called by the code that names the handler, since it reads the local names of its
         caller: a handler may ask for a model by annotation. Raises TypeError where the decorator was given
@@ -79,30 +130,27 @@ class Handlers(Generic[F]):
                 f' {self._decorator}("order.created"), or {self._decorator}("*") for all'
             )
 
-        def decorate(handler: H) -> H:
+        def decorate(handler: Callable[..., object]) -> Any:
             self._check(handler, self._owner)
-            _check_arguments(handler, self._arguments)
-            before: object = self._by_type.get(type, handler)
-            if before != handler:
+            _check_arguments(handler, self._arguments, options.size is not None)
+            before = self._by_type.get(type)
+            if before is not None and before.handler != handler:
                 raise PgqueBadArgumentError(
-                    f"messages of type {type!r} have a handler already: {_name(before)}",
+                    f"messages of type {type!r} have a handler already: {_name(before.handler)}",
                     hint="Register one function for a type, and call others from it.",
                 )
             namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
-            self._calls[type] = payloads.with_model(handler, namespace, _name(handler))  # type: ignore[assignment]
-            self._by_type[type] = handler  # type: ignore[assignment]
-            self._retries[type] = retries
-            if then is not None:
-                then()
-            return handler
+            give = payloads.giver(handler, namespace, _name(handler), options.size is not None)
+            result = made(handler)
+            caller = payloads.calling(handler, give) if options.size is None else handler
+            self._by_type[type] = Registered(result, options, caller, give)
+            return result
 
         return decorate
 
-    def add_all(self, others: Handlers[Any]) -> None:
+    def add_all(self, others: Handlers) -> None:
         """Register the handlers of another worker, with what they ask for by annotation."""
         self._by_type.update(others._by_type)
-        self._calls.update(others._calls)
-        self._retries.update(others._retries)
 
     def check_any(self, policy: str) -> None:
         """Raise PgqueBadArgumentError without a single handler: each message would fail until it is a dead
@@ -113,16 +161,27 @@ class Handlers(Generic[F]):
                 hint=f'Register one with {self._decorator}("type"), or pass unknown_handler_policy="ack".',
             )
 
-    def find(self, message: Message) -> F | None:
+    def find(self, message: Message) -> Callable[..., object] | None:
         """Return the handler of a message, or else the one of all types, or None.
 
         It takes a message, whatever its annotation asks for.
         """
-        return self._calls.get(message.type or "", self._calls.get("*"))
+        found = self.of(message)
+        return None if found is None else found.call
 
-    def retries(self, message: Message) -> Retries:
-        """Return what becomes of a message whose handler failed."""
-        return self._retries.get(message.type or "", self._retries.get("*", DEFAULT))
+    def of(self, message: Message) -> Registered | None:
+        """Return what is registered for a message, or else for all types, or None."""
+        return self._by_type.get(message.type or "") or self._by_type.get("*")
+
+    def options(self, message: Message) -> Options:
+        """Return the options of the handler of a message."""
+        found = self.of(message)
+        return _NO_OPTIONS if found is None else found.options
+
+    @property
+    def take_batches(self) -> bool:
+        """Return whether there are batch handlers."""
+        return any(found.options.size is not None for found in self._by_type.values())
 
     def reject_reason(self, message: Message, policy: str) -> str | None:
         """Return the reason to reject a message that has no handler, or None to acknowledge it.
@@ -164,18 +223,19 @@ def check_async_handler(handler: Callable[..., object], owner: str) -> None:
         )
 
 
-def _check_arguments(handler: Callable[..., object], count: int) -> None:
+def _check_arguments(handler: Callable[..., object], count: int, of_batch: bool) -> None:
     """Raise TypeError for a handler that cannot be called with so many arguments."""
     if (signature := payloads.signature_of(handler)) is None:
         return
     try:
         signature.bind(*[None] * count)
     except TypeError as error:
-        given = "the message" if count == 1 else "the message and the connection, since transactional=True"
+        given = "the list of messages" if of_batch else "the message"
+        given += "" if count == 1 else " and the connection, since transactional=True"
         raise TypeError(f"{_name(handler)} is called with {given}: {error}") from error
 
 
-def invoke(handler: Callable[..., object], *args: object) -> object:
+def call(handler: Callable[..., object], *args: object) -> object:
     """Call a handler and return its outcome. Raises TypeError for an awaitable: nothing was done yet."""
     outcome = handler(*args)
     if inspect.isawaitable(outcome):

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import Literal, TypeVar
 
-from ..outcomes import HandlerOutcome
+from ..outcomes import HandlerOutcome, Outcomes
 from ..types import Message
-from .handlers import call_async, invoke
+from .handlers import call, call_async
 
 F = TypeVar("F", bound=Callable[..., object])
 Moment = Literal["before", "after", "error"]
@@ -21,7 +21,8 @@ class Middleware:
 
     In order: the hooks of `before` as registered, the handler, and the hooks of `after` or of `error` in the
     reverse order. All of one message run in one context: context variables that a hook sets are seen by the
-    handler and by the other hooks, and are gone afterwards.
+    handler and by the other hooks, and are gone afterwards. Of a batch handler, the hooks are called for each
+    message of its batch.
 
     Args:
         owner: name of the class that the hooks are registered with, without "Async".
@@ -56,68 +57,114 @@ class Middleware:
             for function in functions:
                 self.add(moment, function)
 
-    def call(self, handler: Callable[..., object], message: Message, *more: object) -> object:
-        """Call a handler with a message, and perhaps a connection, with the hooks around it, and return its
-        outcome. Raises what the handler or a hook raises, and TypeError for an awaitable."""
-        return copy_context().run(invoke if self._is_empty else self._call, handler, message, *more)
+    def call(self, handler: Callable[..., object], messages: Sequence[Message], *args: object) -> object:
+        """Call a handler of messages, with the hooks for each of them around it, and return what it returned.
+        Raises what the handler or a hook raises, and TypeError for an awaitable."""
+        if self._is_empty:
+            return copy_context().run(call, handler, *args)
+        return copy_context().run(self._call, handler, messages, *args)
 
-    def _call(self, handler: Callable[..., object], message: Message, *more: object) -> object:
+    def _call(self, handler: Callable[..., object], messages: Sequence[Message], *args: object) -> object:
         try:
             returned: object
             try:
-                for hook in self._hooks["before"]:
-                    invoke(hook, message)
-                returned = invoke(handler, message, *more)
+                for message in messages:
+                    for hook in self._hooks["before"]:
+                        call(hook, message)
+                returned = call(handler, *args)
             except HandlerOutcome as outcome:
                 returned = outcome
-            for hook in reversed(self._hooks["after"]):
-                try:
-                    invoke(hook, message, returned)
-                except HandlerOutcome as outcome:
-                    returned = outcome
+            for message in messages:
+                if (failed := failure_in(message, returned)) is not None:
+                    self.note_failed(message, failed)
+                    continue
+                for hook in reversed(self._hooks["after"]):
+                    try:
+                        call(hook, message, returned_for(message, returned))
+                    except HandlerOutcome as outcome:
+                        returned = _replaced(messages, returned, message, outcome)
         except BaseException as error:
-            for hook in reversed(self._hooks["error"]):
-                try:
-                    invoke(hook, message, error)
-                except Exception as another:
-                    self._log_failed(message, another)
+            for message in messages:
+                self.note_failed(message, error)
             raise
         return returned
 
+    def note_failed(self, message: Message, error: BaseException) -> None:
+        """Call the hooks of `error`."""
+        for hook in reversed(self._hooks["error"]):
+            try:
+                call(hook, message, error)
+            except Exception as another:
+                self._log_failed(message, another)
+
     def call_async(
-        self, handler: Callable[..., object], message: Message, *more: object
+        self, handler: Callable[..., object], messages: Sequence[Message], *args: object
     ) -> Awaitable[object]:
         """Call a handler in this task as `call` does, and return what its outcome is to be awaited of. Raises
         what the handler or a hook raises, and TypeError for a handler that is a plain function."""
         if self._is_empty:
-            return call_async(handler, message, *more)
-        return self._call_async(handler, message, *more)
+            return call_async(handler, *args)
+        return self._call_async(handler, messages, *args)
 
-    async def _call_async(self, handler: Callable[..., object], message: Message, *more: object) -> object:
+    async def _call_async(
+        self, handler: Callable[..., object], messages: Sequence[Message], *args: object
+    ) -> object:
         try:
             returned: object
             try:
-                for hook in self._hooks["before"]:
-                    await _invoke_any(hook, message)
-                returned = await call_async(handler, message, *more)
+                for message in messages:
+                    for hook in self._hooks["before"]:
+                        await _invoke_any(hook, message)
+                returned = await call_async(handler, *args)
             except HandlerOutcome as outcome:
                 returned = outcome
-            for hook in reversed(self._hooks["after"]):
-                try:
-                    await _invoke_any(hook, message, returned)
-                except HandlerOutcome as outcome:
-                    returned = outcome
+            for message in messages:
+                if (failed := failure_in(message, returned)) is not None:
+                    await self.note_failed_async(message, failed)
+                    continue
+                for hook in reversed(self._hooks["after"]):
+                    try:
+                        await _invoke_any(hook, message, returned_for(message, returned))
+                    except HandlerOutcome as outcome:
+                        returned = _replaced(messages, returned, message, outcome)
         except BaseException as error:
-            for hook in reversed(self._hooks["error"]):
-                try:
-                    await _invoke_any(hook, message, error)
-                except Exception as another:
-                    self._log_failed(message, another)
+            for message in messages:
+                await self.note_failed_async(message, error)
             raise
         return returned
 
+    async def note_failed_async(self, message: Message, error: BaseException) -> None:
+        """Call the hooks of `error`."""
+        for hook in reversed(self._hooks["error"]):
+            try:
+                await _invoke_any(hook, message, error)
+            except Exception as another:
+                self._log_failed(message, another)
+
     def _log_failed(self, message: Message, error: Exception) -> None:
         self._log.error("an error hook failed for message %s", message.msg_id, exc_info=error)
+
+
+def returned_for(message: Message, returned: object) -> object:
+    """Return what a handler returned for one of its messages."""
+    return returned.get(message.msg_id) if isinstance(returned, Outcomes) else returned
+
+
+def failure_in(message: Message, returned: object) -> BaseException | None:
+    """Return the error that a batch handler returned for one of its messages."""
+    own = returned.get(message.msg_id) if isinstance(returned, Outcomes) else None
+    return own if isinstance(own, BaseException) and not isinstance(own, HandlerOutcome) else None
+
+
+def _replaced(
+    messages: Sequence[Message], returned: object, message: Message, outcome: HandlerOutcome
+) -> object:
+    """Return what a handler returned, with another outcome for one of its messages."""
+    if len(messages) == 1:
+        return outcome
+    outcomes = Outcomes({each.msg_id: returned_for(each, returned) for each in messages})
+    outcomes[message.msg_id] = outcome
+    return outcomes
 
 
 async def _invoke_any(hook: Callable[..., object], *args: object) -> None:

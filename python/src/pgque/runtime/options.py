@@ -31,7 +31,10 @@ _REFUSED = {
 }
 
 # What depends on where a copy runs.
-_OWN = {"dsn", "queue", "queues", "name", "use", "concurrency", "max_messages", "liveness_file"}
+_OWN = {
+    *("dsn", "queue", "queues", "name", "use", "concurrency", "max_messages", "liveness_file"),
+    *("worker", "subconsumer"),
+}
 
 
 def refuse(kind: Literal["Worker", "Consumer"], given: Mapping[str, object]) -> None:

@@ -19,11 +19,10 @@ from ..codec.payloads import Decoder
 from ..errors import PgqueError
 from ..integrations import opentelemetry as otel
 from ..integrations import prometheus
-from .handlers import Handlers
+from .handlers import Handlers, Options
 from .liveness import Liveness, is_fresh
 from .middleware import Middleware, Moment
 from .recurring import Recurring
-from .retries import Retries
 from .stopper import Stopper
 
 log = logging.getLogger("pgque.worker")
@@ -52,7 +51,7 @@ class ProcessWorker(Protocol):
     shutdown_timeout: float
     liveness_file: str | os.PathLike[str] | None
     _liveness: Liveness
-    _handlers: Handlers[Callable[..., object]]
+    _handlers: Handlers
     _middleware: Middleware
     _recurring: list[Recurring]
     _stopper: Stopper
@@ -101,7 +100,7 @@ class _Place:
                 worker.dsn,
                 settings,
                 worker._handlers.by_type,
-                worker._handlers.retries_by_type,
+                worker._handlers.options_by_type,
                 worker._middleware.hooks,
                 worker._recurring,
                 otel.is_enabled(),
@@ -147,7 +146,7 @@ def supervise(worker: ProcessWorker) -> None:
         pickle.dumps(
             (
                 worker._handlers.by_type,
-                worker._handlers.retries_by_type,
+                worker._handlers.options_by_type,
                 worker._middleware.hooks,
                 worker.encoder,
                 worker.decoder,
@@ -209,7 +208,7 @@ def _run(
     dsn: str,
     settings: Mapping[str, Any],
     handlers: Mapping[str, Callable[..., object]],
-    retries: Mapping[str, Retries],
+    options: Mapping[str, Options],
     hooks: Mapping[Moment, list[Callable[..., object]]],
     recurring: list[Recurring],
     with_opentelemetry: bool,
@@ -223,7 +222,7 @@ def _run(
         prometheus.enable_prometheus()
     worker = made(dsn, concurrency=1, **settings)
     for type_, handler in handlers.items():
-        worker._handlers.register(type_, retries=retries[type_])(handler)
+        worker._handlers.register(type_, options=options[type_])(handler)
     worker._middleware.add_all(hooks)
     worker._recurring.extend(recurring)
     threading.Thread(target=_stop_without_parent, args=(worker,), daemon=True).start()

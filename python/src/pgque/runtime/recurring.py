@@ -27,16 +27,14 @@ class Recurring:
             )
 
 
-def recurring_queue(queues: Iterable[str], queue: str | None) -> str:
-    """Return the queue of a recurring message: the one that is named, or the only one of the worker.
+def own_queue(queues: Iterable[str], queue: str | None, what: str) -> str:
+    """Return the queue that a worker sends to: the one that is named, or its only one.
 
-    Raises ValueError where the worker has several and none is named, or does not receive from that one.
+    Raises ValueError if the worker has several and none is named, or does not receive from that one.
     """
     names = list(queues)
     if queue is None and len(names) == 1:
         return names[0]
     if queue not in names:
-        raise ValueError(
-            f"a recurring message needs a queue of its worker: queue=..., one of {', '.join(names)}"
-        )
+        raise ValueError(f"{what} needs a queue of its worker: queue=..., one of {', '.join(names)}")
     return queue

@@ -22,7 +22,7 @@ from ..integrations import telemetry
 from ..types import Message
 from .batches import RELEASE, Item, MessageOutcome, Refused, Running
 from .exchange import round_trip
-from .middleware import Middleware
+from .handlers import Registered
 from .stopper import AsyncStopper
 
 log = logging.getLogger("pgque.worker")
@@ -54,6 +54,9 @@ _LEFT_OPEN = (
     " leave the with block of a COPY"
 )
 
+# Class of the SQLSTATEs of a transaction that may succeed when it is run again: a conflict with another one.
+_CONFLICT = "40"
+
 _LOST = "the connection was lost again while this message was handled"
 
 # Outcomes by message: None is one that needs no report.
@@ -66,19 +69,22 @@ class Owner(Protocol):
     consumer: str
     shutdown_timeout: float
     _stopper: AsyncStopper
-    _middleware: Middleware
 
-    def _find(self, message: Message) -> Callable[..., object] | None:
+    def _find(self, message: Message) -> Registered | None:
         """Return the handler of a message."""
 
     def _unhandled(self, message: Message) -> MessageOutcome:
         """Return the outcome of a message without a handler."""
 
-    def _outcome(self, message: Message, returned: object) -> MessageOutcome:
-        """Return the outcome of a message from what its handler returned."""
+    async def _call(
+        self, handler: Registered, messages: Sequence[Message], *more: object
+    ) -> dict[int, MessageOutcome]:
+        """Call the handler of messages, and return their outcomes."""
 
-    def _outcome_of_error(self, message: Message, error: BaseException) -> MessageOutcome:
-        """Return the outcome of a message whose handler raised."""
+    def _outcomes_of_error(
+        self, messages: Sequence[Message], error: BaseException
+    ) -> dict[int, MessageOutcome]:
+        """Return the outcomes of messages whose handler raised."""
 
     def _rejection(self, message: Message, reason: str) -> MessageOutcome:
         """Return the outcome of a message that is rejected for a reason."""
@@ -147,7 +153,9 @@ class AsyncTransactions:
                 error = fault if isinstance(fault, PgqueError) else from_psycopg(fault)
                 self._log(f"the transaction of handlers failed, trying again: {one_line(error)}")
                 if begun:
-                    undone = self._redo(item, None, described(fault))
+                    if (error.sqlstate or "").startswith(_CONFLICT):  # at REPEATABLE READ, say: not its fault
+                        return {}, [item]
+                    undone = self._redo(item, (), described(fault))
                     return undone.outcomes, undone.again
             finally:
                 await self._give_back(client)
@@ -187,17 +195,19 @@ class AsyncTransactions:
             self._idle.append(client)
 
     async def _handle(self, client: AsyncPgqueClient, running: Running, begun: list[Message]) -> Outcomes:
-        batch, messages, _ = running.item
+        batch, messages = running.item.batch, running.item.messages
         outcomes: dict[int, MessageOutcome] = {}
         async with client.conn.transaction():
             check = await _constraint_check(client)
-            for message in messages:
+            for of_call in running.item.calls():
+                if running.is_over:  # a handler ran for too long: the others are handled elsewhere
+                    raise _Redo({}, ())
                 if begun and self._owner._stopper.is_set():
-                    outcomes[message.msg_id] = RELEASE
+                    outcomes.update((message.msg_id, RELEASE) for message in of_call)
                     continue
-                begun.append(message)
-                running.note_started(message)
-                outcomes[message.msg_id] = await self._handle_one(client, running, message, check)
+                begun.extend(of_call)
+                running.note_started(of_call)
+                outcomes.update(await self._handle_call(client, running, check))
             running.is_reporting = self._owner._claim(running)
             if not running.is_reporting:
                 raise _Redo({}, ())
@@ -212,30 +222,30 @@ class AsyncTransactions:
             telemetry.note_outcome(message, self._owner.consumer, outcomes[message.msg_id].action)
         return dict.fromkeys(outcomes)
 
-    async def _handle_one(
-        self, client: AsyncPgqueClient, running: Running, message: Message, check: str
-    ) -> MessageOutcome:
-        """Run the handler of one message in a savepoint, and return its outcome."""
-        handler = self._owner._find(message)
+    async def _handle_call(
+        self, client: AsyncPgqueClient, running: Running, check: str
+    ) -> dict[int, MessageOutcome]:
+        """Run a handler in a savepoint, and return the outcomes of its messages."""
+        messages = running.messages
+        handler = self._owner._find(messages[0])
         if handler is None:
-            return self._owner._unhandled(message)
+            return {message.msg_id: self._owner._unhandled(message) for message in messages}
         try:
-            with telemetry.handling(message, self._owner.consumer):
-                return await self._in_savepoint(client, running, message, handler, check)
+            with telemetry.handling(messages, self._owner.consumer):
+                return await self._in_savepoint(client, running, handler, check)
         except BaseException as error:
             if self._owner._is_ending(running):
                 raise
             await self._raise_if_undone(client, running, error)
-            return self._owner._outcome_of_error(message, error)
+            return self._owner._outcomes_of_error(messages, error)
 
     async def _in_savepoint(
         self,
         client: AsyncPgqueClient,
         running: Running,
-        message: Message,
-        handler: Callable[..., object],
+        handler: Registered,
         check: str,
-    ) -> MessageOutcome:
+    ) -> dict[int, MessageOutcome]:
         owner, conn = self._owner, client.conn
 
         def allowed() -> float:
@@ -245,8 +255,7 @@ class AsyncTransactions:
             # Deferred triggers are the handler's own work, as its statements are.
             with within(conn, None), owner._stopper.stop_deadline(conn, allowed):
                 try:
-                    returned = await owner._middleware.call_async(handler, message, conn)
-                    outcome = owner._outcome(message, returned)
+                    outcomes = await owner._call(handler, running.messages, conn)
                 finally:
                     # The next statement would wait for ever, also the rollback to the savepoint.
                     is_busy = _is_busy(conn)
@@ -255,38 +264,36 @@ class AsyncTransactions:
                 if is_busy:
                     raise RuntimeError(_LEFT_OPEN)
                 has_failed = conn.info.transaction_status is TransactionStatus.INERROR
-                if has_failed and outcome.is_success:
+                if has_failed and any(outcome.is_success for outcome in outcomes.values()):
                     raise RuntimeError(_TRANSACTION_FAILED)
-                if has_failed or outcome.redelivers:
+                if has_failed or all(outcome.redelivers for outcome in outcomes.values()):
                     # What the handler wrote would be written again by the next attempt.
                     raise psycopg.Rollback(savepoint)
                 await conn.execute(check.encode(), prepare=False)
-        return outcome
+        return outcomes
 
     async def _raise_if_undone(
         self, client: AsyncPgqueClient, running: Running, error: BaseException
     ) -> None:
         """Raise what undoes the whole transaction, where that and not the handler is at fault, or where the
         handler has ended it."""
-        item, message = running.item, running.message
-        others = running.others(message)
+        item, messages = running.item, running.messages
         if client.conn.broken:
             self._log(
-                f"the connection was lost while message {message.msg_id} was handled: {described(error)}"
+                f"the connection was lost while message {messages[0].msg_id} was handled: {described(error)}"
             )
-            raise self._redo(item, message, _LOST) from error
+            raise self._redo(item, messages, _LOST) from error
         if client.conn.info.transaction_status is not TransactionStatus.INTRANS:
             # What other handlers wrote in the transaction cannot be acknowledged with it. A connection that
             # the handler closed, as `with conn` does, is not broken.
             await client.conn.close()
+            again = running.others()
             log.warning(
                 "the handler of message %s ended its transaction: %s other messages are handled again",
-                message.msg_id,
-                len(others),
+                messages[0].msg_id,
+                sum(len(other.messages) for other in again),
             )
-            outcome = self._owner._outcome_of_error(message, error)
-            again = [item._replace(messages=others)] if others else []
-            raise _Redo({message.msg_id: outcome}, again) from error
+            raise _Redo({**self._owner._outcomes_of_error(messages, error)}, again) from error
         not_kept = pooler_error(error)
         if client.conn.prepare_threshold is not None and not_kept is not None:
             # Not the handler's fault, once: the next connection prepares nothing.
@@ -294,14 +301,15 @@ class AsyncTransactions:
             await client.conn.close()
             raise _Redo({}, [item]) from error
 
-    def _redo(self, item: Item, message: Message | None, reason: str) -> _Redo:
-        """Return what follows a transaction that was lost, perhaps through a handler: its messages are
-        handled again, each in a transaction of its own. One that loses that as well is rejected."""
-        if len(item.messages) == 1:
-            [message] = item.messages
+    def _redo(self, item: Item, messages: Sequence[Message], reason: str) -> _Redo:
+        """Return what follows a transaction that was lost, perhaps through the handler of some messages: all
+        are handled again, each call in a transaction of its own. One that loses that as well is rejected."""
+        calls = item.calls()
+        if len(calls) == 1:
+            messages = item.messages
             if item.was_lost:
-                return _Redo({message.msg_id: self._owner._rejection(message, reason)}, ())
-        return _Redo({}, [Item(item.batch, [each], each is message) for each in item.messages])
+                return _Redo({each.msg_id: self._owner._rejection(each, reason) for each in messages}, ())
+        return _Redo({}, [item._replace(messages=call, was_lost=call[0] in messages) for call in calls])
 
     def _after_refusal(self, item: Item, refused: Sequence[Refused]) -> Outcomes:
         """Return the outcomes after the server has refused some, and the transaction was rolled back: those

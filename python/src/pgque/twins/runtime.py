@@ -17,9 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, Protocol, TypeAlias, TypeVar, overload
 
 import psycopg
 from psycopg import Connection
@@ -30,27 +31,28 @@ from ..client.limit import check_command_timeout
 from ..codec import encode, payloads
 from ..codec.json import Encoder
 from ..codec.payloads import BadPayload, Decoder
-from ..errors import PgqueError, PgquePayloadError, one_line
+from ..errors import PgqueBadArgumentError, PgqueError, PgqueMessageNotFoundError, PgquePayloadError, one_line
 from ..integrations import telemetry
-from ..outcomes import HandlerOutcome, retry_interval
+from ..outcomes import HandlerOutcome, Outcomes, retry_interval
 from ..types import Event, Message, Payload, Seconds
 from ..runtime import batches
 from ..runtime.batches import ACK, ARCHIVE, RELEASE, Batch, Item, MessageOutcome, Running, Statement
 from ..runtime.concurrency import SingleRun, ThreadPool, check_until_idle, run_worker
 from .exchange import extend_if_due, report_and_receive, wait
-from ..runtime.handlers import Handlers, check_handler
+from ..runtime.handlers import Handlers, Options, Registered, call, check_handler, timeout_of
 from ..runtime.leases import Heartbeat, kept
 from .listen import TickWatch, listen, queue_of
 from ..runtime.liveness import Liveness
-from ..runtime.middleware import Middleware
+from ..runtime.middleware import Middleware, failure_in, returned_for
 from ..runtime.min_interval import check_min_interval, next_receive_at
 from ..runtime.options import settings_of
 from ..runtime.queue_settings import QueueSettings
-from ..runtime.recurring import Recurring, recurring_queue
+from ..runtime.recurring import Recurring, own_queue
 from ..runtime.retries import ErrorClasses, retries
 from ..runtime.sources import Priority, Source, Sources, check_weights
 from ..runtime.stopper import GRACE, Stopper, HandlerInterrupted
-from .transactional import Transactions, Outcomes
+from ..runtime.tasks import P, T, Task
+from .transactional import Transactions
 
 # Their first parameter is a Message, a Message[Model] or a Model.
 Handler: TypeAlias = Callable[[Any], object]
@@ -58,6 +60,7 @@ TransactionalHandler: TypeAlias = Callable[[Any, Connection[object]], object]
 BeforeHook = TypeVar("BeforeHook", bound=Callable[[Message], object])
 AfterHook = TypeVar("AfterHook", bound=Callable[[Message, object], object])
 ErrorHook = TypeVar("ErrorHook", bound=Callable[[Message, BaseException], object])
+R = TypeVar("R", bound=object)
 H = TypeVar("H", bound=Handler | TransactionalHandler)
 
 # Outcomes of a batch that is not finished are reported after so many seconds.
@@ -86,6 +89,27 @@ _LONG = 10
 
 # More outcomes than a worker has messages: handlers need not wake it.
 _NEVER = sys.maxsize
+
+
+class TaskDecorator(Protocol):
+    """Make a Task of a handler, whose payload is what the first parameter asks for."""
+
+    @overload
+    def __call__(
+        self, handler: Callable[Concatenate[Message[T], P], R], /
+    ) -> Task[T, Concatenate[Message[T], P], R]: ...
+
+    @overload
+    def __call__(self, handler: Callable[Concatenate[T, P], R], /) -> Task[T, Concatenate[T, P], R]: ...
+
+
+def _options(
+    retry_on: ErrorClasses | None,
+    dead_on: ErrorClasses,
+    backoff: Seconds | Sequence[Seconds] | None,
+    timeout: Seconds | None,
+) -> Options:
+    return Options(retries(retry_on, dead_on, backoff), timeout_of(timeout, "timeout"))
 
 
 class Runtime:
@@ -137,8 +161,7 @@ class Runtime:
             raise ValueError("max_bytes must be at least 1")
         if poll_interval <= 0:
             raise ValueError("poll_interval must be more than 0 seconds")
-        if handler_timeout is not None and encode.total_seconds(handler_timeout) <= 0:
-            raise ValueError("handler_timeout must be more than 0 seconds, or None")
+        timeout_of(handler_timeout, "handler_timeout")
         check_min_interval(min_interval)
         retry_interval(retry_after)
         payloads.check_functions(encoder=encoder, decoder=decoder)
@@ -171,7 +194,7 @@ class Runtime:
         self._title = f"{self._kind.lower()} {name}"
         self._lease_seconds = lease_seconds
         self._make_message: Callable[..., Message] = payloads.message_maker(Message, decoder)
-        self._handlers: Handlers[Handler | TransactionalHandler] = Handlers(
+        self._handlers = Handlers(
             self._kind,
             f"@{self._kind.lower()}.handler",
             check_handler,
@@ -188,6 +211,8 @@ class Runtime:
         self._single = SingleRun(self._kind.lower(), self._first_stopper)
         is_fixed = min_interval > 0 or not self._is_shared
         self._size = self.prefetch if is_fixed else min(concurrency, self.prefetch)
+        self._takes_batches = False
+        self._has_prefetch = prefetch is not None or max_messages is not None
         self._is_ahead = False  # whether it receives messages before a handler is free for them
         self._batches: dict[int, Batch[Message]] = {}
         # Written by the threads or tasks that run handlers, read by the session only. None needs no report.
@@ -237,6 +262,7 @@ class Runtime:
         retry_on: ErrorClasses | None = None,
         dead_on: ErrorClasses = (),
         backoff: Seconds | Sequence[Seconds] | None = None,
+        timeout: Seconds | None = None,
     ) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
         one. Its annotation may ask for a Message[Model] or a Model. It is read here, and may be text.
@@ -249,11 +275,74 @@ class Runtime:
                 of theirs.
             backoff: seconds before the first retry, the second, and so on; the last is for all further ones,
                 and one number for all. It also counts for `Retry()`. None is `retry_after` of the worker.
+            timeout: seconds that the handler may run, `math.inf` for no limit; None is `handler_timeout` of
+                the worker.
 
         Raises TypeError for an object that cannot be a handler, an annotation that cannot be validated, and
-        what is no class of errors; PgqueBadArgumentError for a pause below 0 or over ten years.
+        what is no class of errors; PgqueBadArgumentError for a pause below 0 or over ten years; ValueError
+        for a timeout of 0 or below.
         """
-        return self._handlers.register(type, retries=retries(retry_on, dead_on, backoff))
+        return self._handlers.register(type, options=_options(retry_on, dead_on, backoff, timeout))
+
+    def batch_handler(
+        self,
+        type: str,
+        *,
+        size: int = 1000,
+        retry_on: ErrorClasses | None = None,
+        dead_on: ErrorClasses = (),
+        backoff: Seconds | Sequence[Seconds] | None = None,
+        timeout: Seconds | None = None,
+    ) -> Callable[[H], H]:
+        """Register the decorated function as the handler of lists of messages of a type, "*" of all types
+        without one. It may ask for a `list[Message[Model]]` or a `list[Model]`.
+
+        It is called with what one receive brought, in order. If it returns, all are acknowledged; if it
+        raises, all are rejected. It may return a `Retry`, `Dead` or `Release` for all of them, or `Outcomes`
+        of single ones. A message that does not fit the Model fails by itself. With `transactional=True` what
+        it writes is kept unless it raises or all messages are redelivered. Hooks are called for each message.
+
+        Args:
+            type: the message type.
+            size: most messages in one call. Unless the worker has a `prefetch`, it receives as many at once.
+
+        The other arguments and the errors are those of `handler`; `timeout` is that of a call.
+        """
+        if size < 1:
+            raise ValueError("size must be at least 1")
+        options = replace(_options(retry_on, dead_on, backoff, timeout), size=size)
+        decorate = self._handlers.register(type, options=options)
+        if not self._has_prefetch:
+            self.prefetch = self.max_messages = max(self.prefetch, size)
+        return decorate
+
+    def task(
+        self,
+        type: str,
+        *,
+        queue: str | None = None,
+        retry_on: ErrorClasses | None = None,
+        dead_on: ErrorClasses = (),
+        backoff: Seconds | Sequence[Seconds] | None = None,
+        timeout: Seconds | None = None,
+    ) -> TaskDecorator:
+        """Register the decorated function as the handler of a message type, and return a Task, which sends
+        such messages: `send`, `send_many`, and the same with `_async`. It can be called as the function.
+
+        Args:
+            type: the message type.
+            queue: the queue that the task sends to; required if the worker has several.
+
+        The other arguments and the errors are those of `handler`. Raises ValueError if the worker does not
+        receive from the queue.
+        """
+        if type == "*":
+            raise PgqueBadArgumentError(
+                'a task needs a message type, and "*" is none', hint="Use handler for all other types."
+            )
+        to = own_queue(self.queues, queue, "a task")
+        options = _options(retry_on, dead_on, backoff, timeout)
+        return self._handlers.register(type, lambda handler: Task(handler, type, to, self), options)
 
     def every(
         self,
@@ -282,12 +371,17 @@ class Runtime:
         Raises ValueError if the worker has one of this name, or does not receive from the queue, and
         TypeError for an object that cannot be a handler.
         """
-        queue = recurring_queue(self.queues, queue)
+        queue = own_queue(self.queues, queue, "a recurring message")
         recurring = Recurring(
             name or f"{queue}/{type}", queue, cron, Event(type, payload), timezone, catch_up
         )
         recurring.check_new(self._recurring)
-        return self._handlers.register(type, lambda: self._recurring.append(recurring))
+
+        def made(handler: H) -> H:
+            self._recurring.append(recurring)
+            return handler
+
+        return self._handlers.register(type, made)
 
     def before(self, hook: BeforeHook) -> BeforeHook:
         """Register the decorated function to be called with each message before its handler.
@@ -368,8 +462,10 @@ class Runtime:
     def _run_here(self) -> None:
         """Run the handlers in this process."""
         self._transactions = Transactions(self, self._open)
-        work = self._handle_together if self.transactional else self._handle
-        self._pool: ThreadPool[Item] = ThreadPool(self.concurrency, work)
+        self._pool: ThreadPool[Item] = ThreadPool(self.concurrency, self._handle)
+        self._takes_batches = self._handlers.take_batches
+        if self._takes_batches:
+            self._size = self.prefetch
         try:
             with self._leases_kept():
                 try:
@@ -443,6 +539,8 @@ class Runtime:
         self._collect()
         remaining = [batch for batch in self._batches.values() if batch.has_outcomes and not batch.lost]
         self._batches.clear()
+        for source in self._sources:
+            source.batch = None  # of a consumer, which receives it again if it is run again
         if remaining:
             stopper = Stopper()
             stopper.set()
@@ -524,6 +622,9 @@ class Runtime:
         self._collect()
         for batch in list(self._batches.values()):
             extend_if_due(client, batch, self._lease_seconds, _OVERDUE)
+            if batch.misses_some:
+                batch.misses_some = False
+                self._end_cancelled(client, batch)
         now = time.monotonic()
         unfinished = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
         to_report = [
@@ -575,8 +676,10 @@ class Runtime:
             self._watches[source].reset()
             min_interval = 0 if self._until_idle else self.min_interval
             source.due_at = next_receive_at(now, min_interval, received, count)
-            batch = self._batches[received[0].batch_id] = self._batch(source, received, now)
+            batch = self._batch(source, received, now)
             extend_if_due(client, batch, self._lease_seconds)  # the call waited for a lock
+            # Not before: if the connection is lost, the lease of what no handler gets has to expire.
+            self._batches[batch.batch_id] = batch
             if left is not None:
                 batch.record(batch.open_messages(), left)
             elif self._stopper.is_set():  # while it was received
@@ -588,16 +691,37 @@ class Runtime:
         return bool(received)
 
     def _items(self, batch: Batch[Message], received: Sequence[Message]) -> list[Item]:
-        """Return what the threads or tasks of the pool take: single messages, or equal parts of the batch,
-        each of which has a transaction."""
+        """Return what the threads or tasks of the pool take: the messages of a batch handler together, and
+        others alone, or in equal parts, each of which has a transaction."""
+        items, rest = self._together(batch, received) if self._takes_batches else ([], received)
         if not self.transactional:
-            return [Item(batch, (message,)) for message in received]
-        size = -(-len(received) // self.concurrency)
-        return [Item(batch, received[i : i + size]) for i in range(0, len(received), size)]
+            return items + [Item(batch, (message,)) for message in rest]
+        size = max(1, -(-len(rest) // self.concurrency))
+        return items + [Item(batch, rest[i : i + size]) for i in range(0, len(rest), size)]
+
+    def _together(
+        self, batch: Batch[Message], received: Sequence[Message]
+    ) -> tuple[list[Item], Sequence[Message]]:
+        """Return the calls of batch handlers, and the other messages."""
+        items: list[Item] = []
+        rest: list[Message] = []
+        by_handler: dict[int, tuple[int, list[Message]]] = {}
+        for message in received:
+            handler = self._find(message)
+            if handler is None or handler.options.size is None:
+                rest.append(message)
+            else:
+                by_handler.setdefault(id(handler), (handler.options.size, []))[1].append(message)
+        for size, messages in by_handler.values():
+            calls = [messages[i : i + size] for i in range(0, len(messages), size)]
+            items += [Item(batch, call, together=True) for call in calls]
+        return items, rest
 
     def _forget_finished(self) -> None:
         self._batches = {
-            key: batch for key, batch in self._batches.items() if not (batch.is_finished or batch.lost)
+            key: batch
+            for key, batch in self._batches.items()
+            if batch.misses_some or not (batch.is_finished or batch.lost)
         }
 
     def _rest(self, client: PgqueClient, unfinished: int, room: int) -> None:
@@ -616,6 +740,9 @@ class Runtime:
 
     def _room(self, unfinished: int) -> int:
         """Return how many messages to receive; 0 while there is no room, or too little to be worth a call."""
+        if self._takes_batches:  # not messages count, but calls; and one may be ahead
+            begun = len(self._running) + self._pool.queued()
+            return self._size if begun < self.concurrency + self._is_ahead else 0
         if not self._is_ahead:
             return self._size if unfinished < self.concurrency and self._pool.queued() == 0 else 0
         room = min(self._size, self.concurrency - 1 + self._size - unfinished)
@@ -624,7 +751,7 @@ class Runtime:
     def _outcomes_to_wait_for(self, unfinished: int, room: int, stopping: bool) -> int:
         """Return with how many outcomes of handlers at the earliest there is something to do: a batch to
         report, or room for messages."""
-        if stopping:
+        if stopping or self._takes_batches:
             return 1
         counts = [batch.unfinished for batch in self._batches.values() if batch.unfinished > 0]
         if room == 0:
@@ -644,9 +771,9 @@ class Runtime:
         return not any(batch.must_report for batch in self._batches.values() if not batch.lost)
 
     def _release_queued(self) -> None:
-        for batch, messages, _ in self._pool.cancel_queued():
-            for message in messages:
-                self._finished.append((batch, message.msg_id, RELEASE))
+        for item in self._pool.cancel_queued():
+            for message in item.messages:
+                self._finished.append((item.batch, message.msg_id, RELEASE))
 
     def _give_up_running(self) -> None:
         """End the transactions of handlers that run, since their messages are handled elsewhere."""
@@ -657,16 +784,14 @@ class Runtime:
     def _end_overdue(self) -> None:
         """Reject the messages whose handlers run for too long. Without a limit, log those that run for many
         leases, once."""
-        limit = _LONG * self._lease_seconds
-        if self.handler_timeout is not None:
-            limit = encode.total_seconds(self.handler_timeout)
         for running in list(self._running):
-            message = running.message
+            message = running.messages[0]
+            limit, name = self._limit(message)
             seconds = time.monotonic() - running.since
             if seconds <= limit or running.is_logged:
                 continue
             where = f"the handler of message {message.msg_id}, type {message.type!r}, queue {message.queue},"
-            if self.handler_timeout is None:
+            if name is None:
                 running.is_logged = True
                 self._log.warning(
                     "%s has run for %.0f s, while its lease is extended: to limit this, set handler_timeout",
@@ -674,17 +799,58 @@ class Runtime:
                     seconds,
                 )
             elif self._claim(running):  # else it has just returned
-                running.is_over = True
-                batch = running.item.batch
-                self._log.error("%s ran longer than %g s: the message is rejected", where, limit)
-                outcome = self._rejection(
-                    message, f"the handler ran longer than {limit:g} s (handler_timeout)"
-                )
-                self._finished.append((batch, message.msg_id, outcome))
-                telemetry.note_outcome(message, self.consumer, outcome.action)
-                self._pool.abandon(running.place)
-                if others := running.others(message):  # their transaction is lost
-                    self._pool.put([Item(batch, others)])
+                count = len(running.messages)
+                what = "the message is" if count == 1 else f"the {count} messages of its batch are"
+                self._log.error("%s ran longer than %g s: %s rejected", where, limit, what)
+                reason = f"the handler ran longer than {limit:g} s ({name})"
+                self._leave(running, [self._rejection(each, reason) for each in running.messages])
+
+    def _end_cancelled(self, client: PgqueClient, batch: Batch[Message]) -> None:
+        """End the handlers of messages that were cancelled. The call of a batch handler goes on, for its
+        other messages."""
+        for running in [each for each in self._running if each.item.batch is batch]:
+            message = running.messages[0]
+            if running.item.together or self._has_message(client, message) or not self._claim(running):
+                continue
+            self._log.warning(
+                "message %s, type %r, queue %s was cancelled, or ended by another worker: %s",
+                message.msg_id,
+                message.type,
+                message.queue,
+                self._pool.abandoned,
+            )
+            self._leave(running, [None])
+
+    def _has_message(self, client: PgqueClient, message: Message) -> bool:
+        """Return whether a message is still to be handled, by this worker or by another one."""
+        source = self._sources.of(message.queue)
+        if source is None:
+            return True  # its queue was renamed a moment ago
+        try:
+            found = client.messages.status(source.queue, message.msg_id)
+        except PgqueMessageNotFoundError:
+            return False
+        return any(status.consumer_name == self.consumer for status in found)
+
+    def _leave(self, running: Running, outcomes: Sequence[MessageOutcome | None]) -> None:
+        """Give the messages of a handler that runs outcomes, None is none that counts, and have the next item
+        take its place."""
+        running.is_over = True
+        for message, outcome in zip(running.messages, outcomes, strict=True):
+            self._finished.append((running.item.batch, message.msg_id, outcome))
+            telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
+        self._pool.abandon(running.place)
+        self._pool.put(running.others())  # their transaction is lost
+
+    def _limit(self, message: Message) -> tuple[float, str | None]:
+        """Return after how many seconds the handler of a message runs for too long, and the name of that
+        limit; without a limit, after how many it is logged, and None."""
+        own = self._handlers.options(message).timeout
+        if own is not None:
+            return own, "timeout"
+        if self.handler_timeout is not None:
+            return encode.total_seconds(self.handler_timeout), "handler_timeout"
+        return _LONG * self._lease_seconds, None
 
     def _collect(self) -> None:
         """Record the outcomes of handlers in their batches, and set the size of the next ones by how long
@@ -703,7 +869,8 @@ class Runtime:
                     self._is_ahead = self.min_interval == 0
                 elif took > _SLOW_BATCH:
                     self._is_ahead = False
-                    self._size = min(max(self._size // 2, self.concurrency), self.prefetch)
+                    if not self._takes_batches:
+                        self._size = min(max(self._size // 2, self.concurrency), self.prefetch)
 
     def _is_over(self, unfinished: int) -> bool:
         """Return whether no handler runs any more. After `shutdown_timeout` the messages of those that do are
@@ -732,7 +899,7 @@ class Runtime:
         return max(0.0, min([_LONGEST_WAIT, *due]))
 
     def _start(self, item: Item) -> Running:
-        running = Running(item, self._pool.place(), item.messages[0])
+        running = Running(item, self._pool.place(), item.messages)
         self._running.add(running)
         return running
 
@@ -748,71 +915,86 @@ class Runtime:
     def _is_ending(self, running: Running) -> bool:
         return self._pool.is_closing or running not in self._running
 
-    def _handle(self, item: Item) -> None:
-        """Run the handler of one message, in a thread or a task of the pool."""
-        batch, (message,), _ = item
-        running: Running | None = None
-        # Of a task that the end of the worker cancels; and of a message that others may have by now, as the
-        # database was away for longer than its lease.
-        outcome: MessageOutcome | None = RELEASE
-        try:
-            if batch.lost:
-                outcome = None
-            elif batch.has_expired(self._lease_seconds):
-                self._log_expired(batch)
-            elif (handler := self._handlers.find(message)) is None:
-                outcome = self._unhandled(message)
-            else:
-                running = self._start(item)
-                with telemetry.handling(message, self.consumer):
-                    returned = self._middleware.call(handler, message)
-                outcome = self._outcome(message, returned)
-        except HandlerOutcome as raised:
-            outcome = self._outcome(message, raised)
-        except (Exception, SystemExit) as error:
-            outcome = self._failed(message, error)
-        except BaseException as error:
-            if running is None or not self._is_ending(running):
-                outcome = self._failed(message, error)
-            raise
-        finally:
-            if running is None or self._claim(running):  # else it was rejected
-                telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
-                self._finished.append((batch, message.msg_id, outcome))
-                self._wake_if_due()
-
-    def _handle_together(self, item: Item) -> None:
-        """Run the handlers of messages that share a transaction, in a thread or a task of the pool."""
-        batch, messages, _ = item
-        outcomes: Outcomes = dict.fromkeys([message.msg_id for message in messages], RELEASE)
+    def _handle(self, item: Item, *more: object) -> None:
+        """Run the handlers of an item, in a thread or a task of the pool."""
+        batch, messages = item.batch, item.messages
+        # Released: of a task that the end of the worker cancels; and of messages that others may have by now,
+        # as the database was away for longer than their lease.
+        outcomes: Mapping[int, MessageOutcome | None] | None = None
         again: Sequence[Item] = ()
         running: Running | None = None
         try:
             if batch.lost:
-                outcomes = dict.fromkeys(outcomes)
+                outcomes = dict.fromkeys(message.msg_id for message in messages)
+                for message in messages:
+                    telemetry.note_outcome(message, self.consumer, "lost")
             elif batch.has_expired(self._lease_seconds):
                 self._log_expired(batch)
-            else:
+            elif self.transactional and not more:
                 running = self._start(item)
                 running.since = math.inf  # until it has a connection
                 outcomes, again = self._transactions.handle(running)
+            elif (handler := self._handlers.of(messages[0])) is None:
+                outcomes = {message.msg_id: self._unhandled(message) for message in messages}
+            else:
+                running = self._start(item)
+                with telemetry.handling(messages, self.consumer):
+                    outcomes = self._call(handler, messages, *more)
         except BaseException as error:
-            if running is not None and not self._is_ending(running):
-                failed = running.message
-                outcomes = {failed.msg_id: self._failed(failed, error)}
-                again = [Item(batch, others)] if (others := running.others(failed)) else []
-            raise
+            is_of_handler = isinstance(error, (Exception, SystemExit))
+            if running is not None and (is_of_handler or not self._is_ending(running)):
+                outcomes = self._outcomes_of_error(running.messages, error)
+                again = running.others()
+            if not is_of_handler:
+                raise
         finally:
             if running is None or running.is_reporting or self._claim(running):  # else it was rejected
+                if outcomes is None:
+                    outcomes = dict.fromkeys([message.msg_id for message in messages], RELEASE)
                 for message in messages:
-                    if (outcome := outcomes.get(message.msg_id)) is not None:
-                        telemetry.note_outcome(message, self.consumer, outcome.action)
-                self._pool.put(again)
-                for msg_id, outcome in outcomes.items():
-                    self._finished.append((batch, msg_id, outcome))
-                self._wake_if_due()
+                    if (msg_id := message.msg_id) in outcomes:
+                        outcome = outcomes[msg_id]
+                        if outcome is not None:
+                            telemetry.note_outcome(message, self.consumer, outcome.action)
+                        self._finished.append((batch, msg_id, outcome))
                 if again:
+                    self._pool.put(again)
                     self._stopper.wake()  # to release them after a stop
+                self._wake_if_due()
+
+    def _call(
+        self, handler: Registered, messages: Sequence[Message], *more: object
+    ) -> dict[int, MessageOutcome]:
+        """Call the handler of messages, with the hooks around it, and return their outcomes. Raises what the
+        handler or a hook raises."""
+        if handler.options.size is None:
+            message = messages[0]
+            returned = self._middleware.call(handler.call, messages, message, *more)
+            return {message.msg_id: self._outcome(message, returned)}
+        call = self._call_together
+        returned = self._middleware.call(call, messages, handler, messages, *more)
+        if isinstance(returned, Outcomes):
+            ids = {message.msg_id for message in messages}
+            if unknown := returned.keys() - ids:
+                raise PgqueBadArgumentError(
+                    f"the handler returned outcomes of messages that it did not get: {unknown}"
+                )
+        found: dict[int, MessageOutcome] = {}
+        for message in messages:
+            if (error := failure_in(message, returned)) is not None:
+                found.update(self._outcomes_of_error([message], error))
+            else:
+                found[message.msg_id] = self._outcome(message, returned_for(message, returned))
+        return found
+
+    def _call_together(self, handler: Registered, messages: Sequence[Message], *more: object) -> object:
+        """Call a batch handler with what its annotation asks for. A message that does not fit fails alone."""
+        given, failed = handler.read(messages)
+        returned = call(handler.call, given, *more) if given else None
+        if failed:
+            rest = {message.msg_id: returned_for(message, returned) for message in messages}
+            return Outcomes({**rest, **failed})
+        return returned
 
     def _wake_if_due(self) -> None:
         if len(self._finished) >= self._wake_at:
@@ -829,12 +1011,12 @@ class Runtime:
                 self._lease_seconds,
             )
 
-    def _find(self, message: Message) -> Callable[..., object] | None:
-        return self._handlers.find(message)
+    def _find(self, message: Message) -> Registered | None:
+        return self._handlers.of(message)
 
     def _after(self, message: Message) -> timedelta | None:
         """Return when a message is redelivered that is rejected; None is as the queue says."""
-        own = self._handlers.retries(message).after(message)
+        own = self._handlers.options(message).retries.after(message)
         return encode.interval(self.retry_after) if own is None else own
 
     def _rejection(self, message: Message, reason: str | None) -> MessageOutcome:
@@ -848,21 +1030,28 @@ class Runtime:
         success = ARCHIVE if self.archive else ACK
         return success if returned is None else batches.outcome_of(returned, success, self._after(message))
 
-    def _outcome_of_error(self, message: Message, error: BaseException) -> MessageOutcome:
+    def _outcomes_of_error(
+        self, messages: Sequence[Message], error: BaseException
+    ) -> dict[int, MessageOutcome]:
         if isinstance(error, HandlerOutcome):
-            return self._outcome(message, error)
-        return self._failed(message, error)
-
-    def _failed(self, message: Message, error: BaseException) -> MessageOutcome:
-        source = self._sources.of(message.queue)
-        settings = QueueSettings(message.queue or self.queue) if source is None else source.settings
+            return {message.msg_id: self._outcome(message, error) for message in messages}
+        first = messages[0]
+        source = self._sources.of(first.queue)
+        settings = QueueSettings(first.queue or self.queue) if source is None else source.settings
         is_bad = isinstance(error, PgquePayloadError)
         given_up_for: str | None = None
         if is_bad and self.bad_payload == "dead":
             given_up_for = "a bad payload"
-        elif self._handlers.retries(message).gives_up(error):
-            given_up_for = f"this class of errors (handler of {message.type!r})"
-        after = self._after(message)
-        text = settings.failure_text(message, self.consumer, error, after, self._is_shared, given_up_for)
-        self._log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
-        return batches.failure_outcome(error, after, given_up_for is not None)
+        elif self._handlers.options(first).retries.gives_up(error):
+            given_up_for = f"this class of errors (handler of {first.type!r})"
+        after = self._after(first)
+        text = settings.failure_text(first, self.consumer, error, after, self._is_shared, given_up_for)
+        if len(messages) > 1:
+            text = f"{text} (and so have the other {len(messages) - 1} messages of its batch)"
+        shown = None if is_bad else error  # a traceback might show the payload
+        self._log.warning("%s", text, exc_info=shown)
+        is_dead = given_up_for is not None
+        return {
+            message.msg_id: batches.failure_outcome(error, self._after(message), is_dead)
+            for message in messages
+        }
