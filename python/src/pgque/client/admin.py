@@ -1,7 +1,4 @@
-"""Queues with their settings and rights, and the installation.
-
-`twins/admin.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Queues with their settings and rights, and the installation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Archived messages.
-
-`twins/archived.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Archived messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a client calls: each call checks the version once, has a limit of time, and raises errors of pgque.
-
-`twins/calling.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""How a client calls: each call checks the version once, has a limit of time, and raises errors of pgque."""
 
 from __future__ import annotations
 

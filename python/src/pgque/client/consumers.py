@@ -1,7 +1,4 @@
-"""Consumers of queues, and their workers.
-
-`twins/consumers.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Consumers of queues, and their workers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Dead letters of queues, and messages that end workers.
-
-`twins/dlq.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Dead letters of queues, and messages that end workers."""
 
 from __future__ import annotations
 

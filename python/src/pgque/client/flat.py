@@ -1,7 +1,4 @@
-"""Names of the client's methods from before 0.10.0, when it had no groups.
-
-`twins/flat.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Names of the client's methods from before 0.10.0, when it had no groups."""
 
 from __future__ import annotations
 

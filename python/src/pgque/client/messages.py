@@ -1,7 +1,4 @@
-"""Messages of queues, in any state.
-
-`twins/messages.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Messages of queues, in any state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""State and figures of the installation.
-
-`twins/monitor.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""State and figures of the installation."""
 
 from __future__ import annotations
 

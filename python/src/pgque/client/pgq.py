@@ -1,7 +1,4 @@
-"""PgQ's calls for whole windows of ticks.
-
-`twins/pgq.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""PgQ's calls for whole windows of ticks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Recurring messages, which the ticker sends at their times.
-
-`twins/recurring.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Recurring messages, which the ticker sends at their times."""
 
 from __future__ import annotations
 

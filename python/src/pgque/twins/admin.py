@@ -1,8 +1,5 @@
 # Generated from client/admin.py by tools/make_sync.py: edit that file and run the script again.
-"""Queues with their settings and rights, and the installation.
-
-`twins/admin.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Queues with their settings and rights, and the installation."""
 
 from __future__ import annotations
 

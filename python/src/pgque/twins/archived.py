@@ -1,8 +1,5 @@
 # Generated from client/archived.py by tools/make_sync.py: edit that file and run the script again.
-"""Archived messages.
-
-`twins/archived.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Archived messages."""
 
 from __future__ import annotations
 

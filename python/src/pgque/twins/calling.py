@@ -1,8 +1,5 @@
 # Generated from client/calling.py by tools/make_sync.py: edit that file and run the script again.
-"""How a client calls: each call checks the version once, has a limit of time, and raises errors of pgque.
-
-`twins/calling.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""How a client calls: each call checks the version once, has a limit of time, and raises errors of pgque."""
 
 from __future__ import annotations
 

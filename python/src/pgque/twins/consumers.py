@@ -1,8 +1,5 @@
 # Generated from client/consumers.py by tools/make_sync.py: edit that file and run the script again.
-"""Consumers of queues, and their workers.
-
-`twins/consumers.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Consumers of queues, and their workers."""
 
 from __future__ import annotations
 

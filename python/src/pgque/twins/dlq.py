@@ -1,8 +1,5 @@
 # Generated from client/dlq.py by tools/make_sync.py: edit that file and run the script again.
-"""Dead letters of queues, and messages that end workers.
-
-`twins/dlq.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Dead letters of queues, and messages that end workers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # Generated from client/flat.py by tools/make_sync.py: edit that file and run the script again.
-"""Names of the client's methods from before 0.10.0, when it had no groups.
-
-`twins/flat.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Names of the client's methods from before 0.10.0, when it had no groups."""
 
 from __future__ import annotations
 

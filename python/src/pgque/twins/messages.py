@@ -1,8 +1,5 @@
 # Generated from client/messages.py by tools/make_sync.py: edit that file and run the script again.
-"""Messages of queues, in any state.
-
-`twins/messages.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Messages of queues, in any state."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # Generated from client/monitor.py by tools/make_sync.py: edit that file and run the script again.
-"""State and figures of the installation.
-
-`twins/monitor.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""State and figures of the installation."""
 
 from __future__ import annotations
 

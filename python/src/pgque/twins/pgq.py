@@ -1,8 +1,5 @@
 # Generated from client/pgq.py by tools/make_sync.py: edit that file and run the script again.
-"""PgQ's calls for whole windows of ticks.
-
-`twins/pgq.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""PgQ's calls for whole windows of ticks."""
 
 from __future__ import annotations
 

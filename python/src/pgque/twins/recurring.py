@@ -1,8 +1,5 @@
 # Generated from client/recurring.py by tools/make_sync.py: edit that file and run the script again.
-"""Recurring messages, which the ticker sends at their times.
-
-`twins/recurring.py` is generated from this file by `tools/make_sync.py`.
-"""
+"""Recurring messages, which the ticker sends at their times."""
 
 from __future__ import annotations
 
