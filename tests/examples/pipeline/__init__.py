@@ -20,14 +20,15 @@ import psycopg
 from psycopg import sql
 from rich.console import Console
 
-from ...cli.common import line_width, plain_console, visible
-from ...errors import PgqueError
-from ...ops.embedded import EmbeddedServerError
-from ...ops.install import install
-from ...twins.client import PgqueClient, connect
-from ..report import tuples
-from ..servers import Driver, Place, find_place
-from ..signals import clean_ends
+from pgque.cli.common import line_width, plain_console, visible
+from pgque.demo.report import tuples
+from pgque.demo.servers import Driver, Place, find_place
+from pgque.demo.signals import clean_ends
+from pgque.errors import PgqueError
+from pgque.ops.embedded import EmbeddedServerError
+from pgque.ops.install import install
+from pgque.twins.client import PgqueClient, connect
+
 from .plot import save_plot
 from .processes import Program, environment, micro_batches, missing, seconds_told, unfinished
 from .records import Records, find_records

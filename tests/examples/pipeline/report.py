@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...cli.common import visible
-from ...twins.client import PgqueClient
-from ..report import tuples
+from pgque.cli.common import visible
+from pgque.demo.report import tuples
+from pgque.twins.client import PgqueClient
+
 from . import records
 from .processes import MicroBatch
 from .records import Records
