@@ -143,7 +143,7 @@ class Programs:
 
     def are_idle(self) -> bool:
         """Whether everything that was sent is acknowledged."""
-        infos = [self._client.get_consumer_info(queue, "c")[0] for queue in self._queues.values()]
+        infos = [self._client.consumers.get_info(queue, "c")[0] for queue in self._queues.values()]
         return all(info.pending_events == 0 for info in infos)
 
     def send(self, payload: str) -> None:
@@ -199,7 +199,7 @@ def test_the_ticker_leaves_a_silent_connection_for_another(
     monkeypatch.setattr(ticker, "_RUN", LIMIT)
     stop = threading.Event()
     with silent_path(own_dsn) as path, pgque.connect(own_dsn, autocommit=True) as client:
-        client.create_queue("q")
+        client.admin.create_queue("q")
         client.subscribe("q", "c")
         with running(lambda: ticker.run_ticker(path.dsn, stop, command_timeout=LIMIT), stop.set, 20):
             for payload in ("1", "2"):
@@ -394,7 +394,7 @@ def test_statements_and_deferred_constraints_of_a_transactional_handler_have_no_
         handled.append(True)
 
     with running(lambda: consumer.run(catch_signals=False), consumer.stop, 20):
-        wait_until(lambda: client.get_consumer_info(queue, "c")[0].pending_events == 0)
+        wait_until(lambda: client.consumers.get_info(queue, "c")[0].pending_events == 0)
     assert handled == [True]
 
 
@@ -446,7 +446,7 @@ def test_a_second_signal_ends_a_worker_at_once_and_leaves_its_messages_to_their_
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
     if use == "blocked":  # a handler that the signal interrupts has failed
-        assert [message.status for message in client.list_messages(queue)] == ["retry"]
+        assert [message.status for message in client.messages.list(queue)] == ["retry"]
     else:
         assert "1 handlers are left" in errors
-        assert [worker.messages for worker in client.list_workers(queue, "c")] == [1]
+        assert [worker.messages for worker in client.consumers.list_workers(queue, "c")] == [1]

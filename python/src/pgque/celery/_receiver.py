@@ -22,9 +22,9 @@ import psycopg
 from psycopg import sql
 
 from ..client.statements import MAX_BYTES
-from ..codec import encode as _encode
-from ..errors import PgqueError, PgqueTickNotFound, from_psycopg, one_line
-from ..runtime import batches as _batches
+from ..codec import encode
+from ..errors import PgqueError, PgqueTickNotFoundError, from_psycopg, one_line
+from ..runtime import batches
 from ..runtime.batches import ACK, RELEASE, Batch, MessageOutcome
 from ..runtime.leases import Heartbeat, kept
 from ..runtime.sources import Source, Sources
@@ -117,8 +117,8 @@ class Receiver:
     def __init__(self, dsn: str, options: Options) -> None:
         self._dsn = dsn
         self._options = options
-        self.name = _batches.worker_name()
-        self._seconds = _encode.total_seconds(options.visibility_timeout)
+        self.name = batches.worker_name()
+        self._seconds = encode.total_seconds(options.visibility_timeout)
         self._interval = options.polling_interval or _POLL_INTERVAL
         self._pid = os.getpid()
         self._stopper = Stopper()
@@ -416,7 +416,7 @@ class Receiver:
         queue, consumer = found.source.queue, self._options.consumer
         found.sources.note_asked(found.source, now)
         timeout = self._options.visibility_timeout
-        receive = _batches.receive(queue, consumer, self.name, found.room, timeout, MAX_BYTES)
+        receive = batches.receive(queue, consumer, self.name, found.room, timeout, MAX_BYTES)
         try:
             received = report_and_receive(client, consumer, reported, receive, Message)
         except PgqueError as error:
@@ -480,7 +480,7 @@ class Receiver:
                 rows = client._rows(
                     _READ, {"queue": it.queue, "after": it.tick}, lambda tick, data: (tick, data)
                 )
-            except PgqueTickNotFound as error:
+            except PgqueTickNotFoundError as error:
                 log.warning(
                     "messages of %s were not read in time, and are lost: %s", it.queue, one_line(error)
                 )
