@@ -162,10 +162,11 @@ $(VENV)/.run: python/pyproject.toml $(SUPPORT)/venv.sh
 	@$(INSTALL) -e "python[binary,embedded,web]"
 	@$(BIN)/python -c 'import os; print(os.getcwd(), os.path.realpath("$(BIN)/python"))' > $@
 
-$(VENV)/.test: $(VENV)/.run $(SUPPORT)/requirements.txt $(SUPPORT)/requirements-old.txt $(SUPPORT)/requirements-django.txt
+$(VENV)/.test: $(VENV)/.run $(SUPPORT)/requirements.txt $(SUPPORT)/requirements-old.txt $(SUPPORT)/requirements-django.txt $(SUPPORT)/requirements-compared.txt
 	@$(INSTALL) -r $(SUPPORT)/requirements.txt
 	@$(INSTALL) --no-deps --upgrade --target $(VENV)/old-client -r $(SUPPORT)/requirements-old.txt
 	@$(INSTALL) --no-deps --upgrade --ignore-requires-python --target $(VENV)/django-6 -r $(SUPPORT)/requirements-django.txt
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/compared -r $(SUPPORT)/requirements-compared.txt
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test $(SUPPORT)/requirements-lint.txt

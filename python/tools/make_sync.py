@@ -60,7 +60,7 @@ RULES = [
     (r"\bTaskPool\b", "ThreadPool"),
     (r"\bAsyncLock\b", "Lock"),
     (r"\b(run_worker|call|run|send|send_batch|receive|ack|nack|_value|_outcomes)_async\b", r"\1"),
-    (r"\bAsyncHeartbeat\b", "Heartbeat"),
+    (r"\bAsyncWatch\b", "Watch"),
     (r"\bcheck_async_handler\b", "check_handler"),
     # What only one of the twins has.
     (r'Literal\["tasks"\] = "tasks"', 'Literal["threads", "processes"] = "threads"'),

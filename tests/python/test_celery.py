@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -312,14 +313,26 @@ def test_a_message_that_is_requeued_comes_again_and_one_that_is_rejected_is_a_de
 def test_what_is_no_message_of_kombu_is_a_dead_letter_and_the_others_arrive(
     shop: Shop, broker: Broker, tasks: Queue, wait_until: WaitUntil
 ) -> None:
+    good: dict[str, Any] = {"body": "1", "properties": {"delivery_info": {"routing_key": "x"}}}
+    bad = [
+        good | {"headers": 5},
+        good | {"headers": {"id": [1]}},
+        good | {"body": 5},
+        good | {"body": "%", "properties": good["properties"] | {"body_encoding": "base64"}},
+        good | {"properties": {"delivery_info": "x"}},
+        good | {"properties": {"delivery_info": {"routing_key": 5}}},
+        {"properties": 1},
+        [],
+        "text",
+    ]
     with pgque.connect(shop.dsn) as client:
-        client.send_batch(tasks.name, ["text", '{"properties": 1}', "[]"])
+        client.send_batch(tasks.name, [json.dumps(each) for each in bad])
     publish(broker, tasks, "good")
     reader = Reader(broker, tasks)
     assert reader.drain(1)[0].payload == "good"
     reader.got[0].ack()
     found = "select count(*) from pgque.dlq_inspect(%s) as d where d.dl_reason ~ 'kombu'"
-    wait_until(lambda: shop.rows(found, tasks.name) == [(3,)], "three dead letters")
+    wait_until(lambda: shop.rows(found, tasks.name) == [(len(bad),)], "the dead letters")
 
 
 def test_messages_that_wait_for_an_ack_stay_leased_however_long(
@@ -377,6 +390,33 @@ def test_tasks_can_be_sent_in_a_transaction_of_ones_own(shop: Shop, broker: Brok
         publish(broker, tasks, "never")
         raise ZeroDivisionError
     assert [message.payload for message in Reader(broker, tasks).drain(1)] == ["committed"]
+
+
+def test_a_block_of_bulk_is_for_one_database(shop: Shop, broker: Broker, tasks: Queue) -> None:
+    elsewhere = Broker(broker_url(shop.dsn, options="-c application_name=another"))
+    with elsewhere, pytest.raises(pgque.PgqueBadArgumentError, match="two databases"), pgque.celery.bulk():
+        publish(broker, tasks, "never")
+        publish(elsewhere, tasks, "nor this")
+    assert shop.statuses(tasks.name) == {}
+
+
+def test_a_message_with_an_expiration_is_not_delivered_after_it(
+    shop: Shop, broker: Broker, tasks: Queue, wait_until: WaitUntil
+) -> None:
+    publish(broker, tasks, "short", expiration=0.1)
+    publish(broker, tasks, "long", expiration=3600)
+    over = "select true from pgque.list_messages(%s) as m where m.expires_at < now()"
+    wait_until(lambda: shop.rows(over, tasks.name), "the end of the first")
+    assert [message.payload for message in Reader(broker, tasks).drain(1)] == ["long"]
+
+
+def test_workers_share_a_queue_that_is_not_durable(shop: Shop) -> None:
+    name = f"t_{secrets.token_hex(4)}"
+    queue = Queue(name, Exchange(name), routing_key=name, durable=False)
+    with Broker(broker_url(shop.dsn)) as broker, Broker(broker_url(shop.dsn)) as another:
+        publish(broker, queue, 1, 2)
+        readers = [Reader(each, queue, prefetch=1) for each in (broker, another)]
+        assert sorted(reader.drain(1)[0].payload for reader in readers) == [1, 2]
 
 
 def test_each_reader_of_an_exchange_gets_its_messages_and_leaves_nothing_behind(shop: Shop) -> None:
@@ -467,6 +507,21 @@ def test_a_lost_connection_is_replaced_and_what_a_worker_has_stays_its_own(
     wait_until(lambda: shop.statuses(tasks.name) == {}, "both acknowledgements")
 
 
+def test_what_is_done_over_a_channel_that_was_closed_is_repeated_over_a_new_one(
+    broker: Broker, tasks: Queue
+) -> None:
+    reader = Reader(broker, tasks)
+    producer = Producer(broker)
+    for channel in (producer.channel, reader.channel):
+        channel.close()  # as kombu does when it connects again
+    reader.consumer.cancel()
+    for use in (lambda: reader.channel.queue_declare(tasks.name, durable=True), reader.consumer.consume):
+        with pytest.raises(broker.recoverable_connection_errors, match="disconnected"):
+            use()
+    producer.publish("kept", routing_key=tasks.name, retry=True, retry_policy={"max_retries": 1})
+    assert [message.payload for message in Reader(broker, tasks).drain(1)] == ["kept"]
+
+
 # A server of its own has to start twice.
 @pytest.mark.slow
 def test_a_restart_of_the_server_loses_nothing_and_what_a_worker_has_stays_its_own(
@@ -521,6 +576,10 @@ def test_what_does_not_apply_to_a_queue_is_refused(broker: Broker) -> None:
     assert "several queues" in (refused.value.hint or "")
     with pytest.raises(ChannelError, match="auto_delete=True"):
         Queue("kept", Exchange("everybody", type="fanout"))(channel).declare()
+    with pytest.raises(ChannelError, match="run by each reader"):
+        Queue("brief", Exchange("brief"), routing_key="brief", auto_delete=True)(channel).declare()
+    with pytest.raises(ChannelError, match="rpc://"):
+        Consumer(channel, [Queue("results", auto_delete=True)]).consume()
     with pytest.raises(pgque.PgqueBadArgumentError, match="sslmode"):
         Broker("pgque://here/shop", ssl=True).connect()
 

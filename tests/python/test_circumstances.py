@@ -1,4 +1,4 @@
-"""Ticker, worker, async worker, consumer, command line and page do their work in the circumstances of users.
+"""Ticker, workers, consumers, command line and page do their work in the circumstances of users.
 
 A circumstance is a setting of the server, the way to it, or something that happens while all of them run.
 """
@@ -49,6 +49,7 @@ class Place:
     role: Role  # with the password that is valid now
     happens: Callable[[], AbstractContextManager[object]] = nullcontext
     logs: frozenset[str] = frozenset()  # words of warnings that belong to it
+    has_conflicts: bool = False  # whether statements of handlers may fail with 40001, which is theirs
     tell: Callable[[Callable[[], object], str], None] = field(default=lambda condition, what: None)
 
 
@@ -71,6 +72,7 @@ def place(process: embedded.Server, tmp_path: Path, wait_until: Wait) -> Iterato
         dsn = make_conninfo("", **parts, passfile=str(file))
         with psycopg.connect(dsn) as owner:
             owner.execute(servers.SQL_FILE.read_bytes())
+            owner.execute("create table stored (id serial, name text, payload int)")
         with psycopg.connect(make_conninfo(process.dsn, dbname="place"), autocommit=True) as admin:
             direct = make_conninfo("", **{**parts, "password": PASSWORD})
             yield Place(admin, dsn, direct, Role(USER, direct), tell=wait_until)
@@ -104,11 +106,13 @@ def _nothing_special(place: Place, stack: ExitStack) -> None:
 @circumstance
 def _repeatable_read_by_default(place: Place, stack: ExitStack) -> None:
     place.admin.execute("alter database place set default_transaction_isolation = 'repeatable read'")
+    place.has_conflicts = True
 
 
 @circumstance
 def _serializable_by_default(place: Place, stack: ExitStack) -> None:
     place.admin.execute("alter database place set default_transaction_isolation = 'serializable'")
+    place.has_conflicts = True
 
 
 @circumstance
@@ -197,36 +201,58 @@ def _value(conn: Connection, query: str, *parameters: object) -> Any:
 # -- all programs -----------------------------------------------------------------------------------------
 
 
+KINDS: dict[str, tuple[Callable[..., Any], dict[str, object]]] = {
+    "worker": (pgque.Worker, {}),
+    "async worker": (pgque.AsyncWorker, {}),
+    "transactional worker": (pgque.Worker, {"transactional": True}),
+    "consumer": (pgque.Consumer, {"poll_interval": 0.2}),
+    "async consumer": (pgque.AsyncConsumer, {"poll_interval": 0.2}),
+    "transactional consumer": (pgque.Consumer, {"poll_interval": 0.2, "transactional": True}),
+}
+
+
 @contextmanager
-def programs(dsn: str, queue: str) -> Iterator[dict[str, list[Any]]]:
-    """Run a ticker, a worker, an async worker and a consumer; yield the payloads that each has handled."""
-    seen: dict[str, list[Any]] = {"worker": [], "async worker": [], "consumer": []}
+def programs(place: Place, queue: str) -> Iterator[Callable[[], dict[str, list[int]]]]:
+    """Run a ticker, and workers and consumers; yield a function that returns the payloads that each has handled,
+    or with `transactional` has stored."""
+    kinds = {
+        name: kind for name, kind in KINDS.items() if not (place.has_conflicts and "transactional" in name)
+    }
+    seen: dict[str, list[int]] = {name: [] for name in kinds}
     stop = threading.Event()
-    worker = pgque.Worker(dsn, queue=queue, consumer="worker")
-    consumer = pgque.Consumer(dsn, queue=queue, consumer="consumer", poll_interval=0.2)
-    alone = pgque.AsyncWorker(dsn, queue=queue, consumer="async worker")
 
-    @worker.handler("*")
-    def work(message: pgque.Message) -> None:
-        seen["worker"].append(int(message.payload or ""))
-
-    @consumer.handler("*")
-    def consume(message: pgque.Message) -> None:
-        seen["consumer"].append(int(message.payload or ""))
-
-    @alone.handler("*")
-    async def work_alone(message: pgque.Message) -> None:
-        seen["async worker"].append(int(message.payload or ""))
+    def all_seen() -> dict[str, list[int]]:
+        stored = place.admin.execute("select name, payload from stored order by id").fetchall()
+        return {
+            name: handled + [payload for own, payload in stored if own == name]
+            for name, handled in seen.items()
+        }
 
     with ExitStack() as stack:
-        for run, end in (
-            (lambda: run_ticker(dsn, stop), stop.set),
-            (worker.run, worker.stop),
-            (consumer.run, consumer.stop),
-            (lambda: asyncio.run(alone.run()), alone.stop),
-        ):
-            stack.enter_context(threads.running(run, end, 20))
-        yield seen
+        stack.enter_context(threads.running(lambda: run_ticker(place.dsn, stop), stop.set, 20))
+        for name, (made, options) in kinds.items():
+            program = made(place.dsn, queue=queue, consumer=name, **options)
+            stack.enter_context(threads.running(_of(program, seen[name].append), program.stop, 20))
+        yield all_seen
+
+
+def _of(program: Any, see: Callable[[int], None]) -> Callable[[], object]:
+    """Return what runs a program that sees each payload, or stores it."""
+
+    def handle(message: pgque.Message) -> None:
+        see(int(message.payload or ""))
+
+    def store(message: pgque.Message, conn: psycopg.Connection[object]) -> None:
+        conn.execute(
+            "insert into stored (name, payload) values (%s, %s::int)", [program.consumer, message.payload]
+        )
+
+    async def handle_async(message: pgque.Message) -> None:
+        handle(message)
+
+    is_async = isinstance(program, pgque.AsyncWorker | pgque.AsyncConsumer)
+    program.handler("*")(store if program.transactional else handle_async if is_async else handle)
+    return (lambda: asyncio.run(program.run())) if is_async else program.run
 
 
 @pytest.mark.parametrize("name", CIRCUMSTANCES)
@@ -237,13 +263,13 @@ def test_each_message_is_handled_once_by_every_program(
         CIRCUMSTANCES[name](place, stack)
         with pgque.connect(place.dsn, autocommit=True) as client:
             client.admin.create_queue("q")
-            for consumer in ("worker", "async worker", "consumer", "command"):
+            for consumer in (*KINDS, "command"):
                 client.subscribe("q", consumer)
-        with caplog.at_level(logging.WARNING, "pgque"), programs(place.dsn, "q") as seen:
+        with caplog.at_level(logging.WARNING, "pgque"), programs(place, "q") as seen:
 
             def handled(count: int) -> None:
                 def all_of_them() -> bool:
-                    return all(sorted(found) == list(range(count)) for found in seen.values())
+                    return all(sorted(found) == list(range(count)) for found in seen().values())
 
                 wait_until(all_of_them, f"{count} messages are handled once", timeout=30)
 
@@ -258,7 +284,8 @@ def test_each_message_is_handled_once_by_every_program(
             handled(2 * SENT)
             _command_line(place.dsn)
             handled(2 * SENT + 1)
-            assert seen["consumer"] == list(range(2 * SENT + 1))
+            for name, handled_in_order in seen().items():
+                assert "worker" in name or handled_in_order == list(range(2 * SENT + 1))
             _page(place)
         warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert [each for each in warnings if not any(word in each for word in place.logs)] == []

@@ -84,20 +84,23 @@ def _send(client: pgque.PgqueClient, queue: str, tick: Tick, count: int = RUNS) 
 
 
 class _Async:
-    """An async client from outside."""
+    """An async client from outside, or one of its groups."""
 
-    def __init__(self, dsn: str, stack: ExitStack) -> None:
-        self._loop = stack.enter_context(connections.event_loop())
-        self._client = self._loop.run(pgque.connect_async(dsn, autocommit=True))
-        stack.callback(lambda: self._loop.run(self._client.close()))
+    def __init__(self, loop: connections.Loop, methods: object) -> None:
+        self._loop = loop
+        self._methods = methods
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return self._loop.blocking(getattr(self._client, name))
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._methods, name)
+        return self._loop.blocking(found) if callable(found) else _Async(self._loop, found)
 
 
 def _connect(kind: str, dsn: str, stack: ExitStack) -> Any:
     if kind == "async":
-        return _Async(dsn, stack)
+        loop = stack.enter_context(connections.event_loop())
+        client = loop.run(pgque.connect_async(dsn, autocommit=True))
+        stack.callback(lambda: loop.run(client.close()))
+        return _Async(loop, client)
     if kind == "caller's connection":
         return pgque.PgqueClient(stack.enter_context(psycopg.connect(dsn, autocommit=True)))
     return stack.enter_context(pgque.connect(dsn, autocommit=True))
@@ -146,14 +149,14 @@ def test_a_resume_does_not_run_as_the_purge_of_another_client(
     with ExitStack() as stack, sessions.in_turn():
         resuming = _connect(kind, bouncer, stack)
         for _ in range(RUNS):
-            resuming.resume(queue)
+            resuming.admin.resume(queue)
         sessions.turn()
         purging = _connect(kind, bouncer, stack)
         for _ in range(RUNS):
-            purging.purge(other)
+            purging.admin.purge(other)
         _send(client, queue, tick, 5)
         client.admin.pause(queue)
-        resuming.resume(queue)
+        resuming.admin.resume(queue)
     client.send(queue, "it is not paused")
     assert len(client.messages.list(queue)) == 6
 

@@ -98,7 +98,7 @@ def test_a_recurring_message_is_created_listed_changed_and_dropped(
     [received] = client.receive(pool, "c")
     assert (received.msg_id, received.payload_bytes) == (sent, b"bytes")
     assert received.headers is not None
-    assert received.headers["pgque-recurring"]["name"] == "nightly"  # type: ignore[index]
+    assert received.headers["pgque-recurring"]["name"] == "nightly"
     assert only(client).last_msg_id == sent
     assert [client.recurring.pause("nightly"), client.recurring.pause("nightly")] == [True, False]
     assert only(client).status == "paused"

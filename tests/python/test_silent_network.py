@@ -193,6 +193,34 @@ def test_programs_stop_on_a_silent_network(
     assert ended_with == dict.fromkeys(KINDS, 0)
 
 
+@pytest.mark.parametrize("kind", [pgque.Worker, pgque.Consumer])
+def test_transactional_handlers_leave_silent_connections_with_their_worker(
+    kind: Any,
+    path: SilentPath,
+    queue: str,
+    client: pgque.PgqueClient,
+    tick: Tick,
+    wait_until: Wait,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pgque.twins.listen.TICK_CHECK", 0.5)
+    client.subscribe(queue, "c")
+    worker = kind(path.dsn, queue=queue, consumer="c", transactional=True, command_timeout=LIMIT)
+    seen: list[str | None] = []
+    worker.handler("*")(lambda message, conn: seen.append(message.payload))
+    with running(lambda: worker.run(catch_signals=False), worker.stop, 20):
+        for payload in ("1", "2"):
+            client.send(queue, payload)
+            tick(queue)
+            wait_until(lambda payload=payload: payload in seen and client.messages.list(queue) == [])
+            path.silence(new_ones=False)
+            wait_until(lambda: "connecting again: the server has not answered" in caplog.text)
+    assert seen == ["1", "2"]
+    # No handler waited for the connection that its predecessor had.
+    assert "the transaction of handlers failed" not in caplog.text
+
+
 def test_the_ticker_leaves_a_silent_connection_for_another(
     own_dsn: str, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,14 +444,37 @@ def test_a_call_that_is_long_by_nature_has_no_limit(
     assert purged == [1]
 
 
+def test_a_command_that_may_take_any_time_ends_at_once_when_it_is_interrupted(
+    own_dsn: str, conn: Connection, wait_until: Wait
+) -> None:
+    with silent_path(own_dsn) as path, psycopg.connect(own_dsn) as holder:
+        holder.execute("lock table pgque.queue in access share mode")
+        command = [sys.executable, "-m", "pgque.cli", "uninstall", "--yes", "--dsn", path.dsn]
+        with ended(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as process:
+            wait = "select from pg_stat_activity where wait_event_type = 'Lock' and query ~ 'uninstall'"
+            wait_until(lambda: conn.execute(wait).fetchall())
+            path.silence()
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=8)  # psycopg alone waits for ten seconds, before 3.3 for ever
+        assert process.returncode == 1
+
+
 # -- a second signal ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "use"),
-    [("Worker", "threads"), ("Worker", "processes"), ("AsyncWorker", "tasks"), ("AsyncWorker", "blocked")],
+    [
+        *[
+            ("Worker", "threads"),
+            ("Worker", "processes"),
+            ("AsyncWorker", "tasks"),
+            ("AsyncWorker", "blocked"),
+        ],
+        *[("Consumer", "threads"), ("AsyncConsumer", "tasks")],
+    ],
 )
-def test_a_second_signal_ends_a_worker_at_once_and_leaves_its_messages_to_their_lease(
+def test_a_second_signal_ends_a_program_at_once_and_its_messages_are_redelivered(
     kind: str,
     use: str,
     dsn: str,
@@ -448,5 +499,8 @@ def test_a_second_signal_ends_a_worker_at_once_and_leaves_its_messages_to_their_
     if use == "blocked":  # a handler that the signal interrupts has failed
         assert [message.status for message in client.messages.list(queue)] == ["retry"]
     else:
-        assert "1 handlers are left" in errors
+        assert "1 handlers are left, and their messages are redelivered" in errors
+    if kind.endswith("Consumer"):
+        assert [message.payload for message in client.receive(queue, "c")] == ["long"]
+    elif use != "blocked":
         assert [worker.messages for worker in client.consumers.list_workers(queue, "c")] == [1]

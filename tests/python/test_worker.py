@@ -510,39 +510,6 @@ def test_a_lease_is_extended_while_outcomes_of_many_other_batches_are_not_commit
     assert len(seen) == 16
 
 
-def test_a_handler_that_blocks_the_event_loop_keeps_its_lease_and_is_named(
-    dsn: str,
-    client: pgque.PgqueClient,
-    pool: str,
-    tick: Tick,
-    wait_until: Wait,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    release, began = threading.Event(), threading.Event()
-    seen: list[int | None] = []
-    worker = pgque.AsyncWorker(dsn, queue=pool, consumer="c", visibility_timeout=1)
-
-    @worker.handler("*")
-    async def blocks(message: pgque.Message) -> None:
-        seen.append(message.receive_count)
-        began.set()
-        release.wait(30)
-
-    _send(client, pool, tick, "a")
-    with (
-        caplog.at_level(logging.WARNING, logger="pgque.worker"),
-        threads.running(lambda: asyncio.run(worker.run()), worker.stop, 20),
-    ):
-        assert began.wait(10)
-        wait_until(lambda: "the event loop has been blocked" in caplog.text)
-        assert _left(client, pool) == []
-        release.set()
-        wait_until(lambda: _held(client, pool) == 0)
-    [text] = [message for message in caplog.messages if "event loop" in message]
-    assert "test_worker.py" in text and "in blocks" in text
-    assert seen == [1]
-
-
 @pytest.mark.parametrize("twin", ["sync", "async"])
 def test_a_handler_beyond_its_time_is_rejected_and_its_place_is_free(
     dsn: str,

@@ -34,17 +34,26 @@ generated() { # KIND FILE MODULE...: what make KIND would write
   diff -u "$2" "$tmp/new" > "$tmp/diff" && return
   head -n 60 "$tmp/diff"; echo "run: make $1"; return 1
 }
-page_types() { # PAGE: its Python blocks are one program, which type checkers accept
-  "$bin/python" - "$1" > "$tmp/page.py" <<'END' || return
+# Programs of users: the Python blocks of each of these pages, typed_program.py, and those that are compared
+pages=(README.md python/README.md python/docs/{tutorial,payloads,exactly-once,fan-out}.md)
+users() { # COMMAND...: check these programs; each page is one, without its block for Spark
+  rm -rf "$tmp/users" && mkdir "$tmp/users" || return
+  "$bin/python" - "$tmp/users" "${pages[@]}" <<'END' || return
 import pathlib, sys
 from support.documents import read
-print(*(block.code for block in read(pathlib.Path(sys.argv[1]).read_text()) if block.language == "python"), sep="\n")
+folder = pathlib.Path(sys.argv[1])
+for page in sys.argv[2:]:
+    blocks = [block.code for block in read(pathlib.Path(page).read_text()) if block.language == "python"]
+    name = page.removesuffix(".md").replace("/", "_").replace("-", "_")
+    (folder / f"{name}.py").write_text("\n".join(code for code in blocks if "spark" not in code))
 END
-  "$bin/mypy" --config-file "$here/mypy.ini" --no-error-summary "$tmp/page.py"
+  echo '{"typeCheckingMode": "strict"}' > "$tmp/users/pyrightconfig.json"
+  cp "$here/typed_program.py" tests/examples/compared/{shop,with_pgque/*}.py "$tmp/users" && "$@" "$tmp/users"
 }
 parses()  { "$bin/python" -c 'import pathlib, pglast; print(len(pglast.parse_sql(pathlib.Path("sql/pgque.sql").read_text())))'; }
 sync()    { "$bin/python" python/tools/make_sync.py --check; }
 options() { "$bin/python" python/tools/spark_options.py --check; }
+counted() { "$bin/python" python/tools/compared.py --check; }
 plpgsql() { "$bin/python" -m support.lint_plpgsql; }
 pgspot()  { # told first that the schema is ours: the file creates it inside a DO block, which pgspot does not see
   { echo 'create schema pgque;'; cat sql/pgque.sql; } \
@@ -71,12 +80,15 @@ step "sql/message.svg is current (make picture)" generated picture sql/message.s
 step "sql/positions.svg is current (make picture)" generated picture sql/positions.svg support.picture positions
 step "sync Python is generated from async" sync
 step "python/SPARK.md has the options" options
+step "comparison.md counts the programs, and none is longer with pgque" counted
 step "codespell, proselint" "$bin/python" -m support.proofread
 step "ruff check" "$bin/ruff" check --quiet python tests
 step "ruff format" "$bin/ruff" format --check --quiet --exclude '*.md' --exclude twins python tests
 step "mypy --strict, package" "$bin/mypy" --config-file python/pyproject.toml --no-error-summary python/src
 step "mypy --strict, tests" "$bin/mypy" --config-file "$here/mypy.ini" --no-error-summary tests
-step "mypy --strict, python/docs/payloads.md" page_types python/docs/payloads.md
+step "mypy --strict, programs of users" users "$bin/mypy" --config-file "$here/mypy.ini" --no-error-summary
+# Needs node, which pip's package fetches where there is none.
+step "pyright, programs of users" users "$bin/pyright" --pythonpath "$bin/python" --project
 plpgsql > "$tmp/plpgsql" 2>&1; code=$?
 if [ $code = 77 ] && [[ ",${PGQUE_REQUIRE:-}," != *,plpgsql_check,* ]]; then
   printf '  skip  plpgsql_check: %s\n' "$(cat "$tmp/plpgsql")"

@@ -19,7 +19,7 @@ from .runtime.workers import AsyncWorker
 __all__ = ["Running", "lifespan", "running"]
 
 Runnable: TypeAlias = AsyncWorker | AsyncConsumer
-Lifespan: TypeAlias = Callable[[Any], AbstractAsyncContextManager[Mapping[str, Any] | None]]
+Lifespan: TypeAlias = Callable[[Any], AbstractAsyncContextManager[object]]
 
 log = logging.getLogger("pgque.asgi")
 
@@ -120,8 +120,9 @@ def lifespan(
 
     Args:
         workers: as of `running`.
-        around: a lifespan of the application's own. It begins before the workers start and ends after their
-            handlers are finished, so handlers can use what it opens. Its state is kept.
+        around: a lifespan of the application's own, or a function that returns what is to be open, such as
+            `lambda app: pool`. It begins before the workers start and ends after their handlers are finished,
+            so handlers can use what it opens. A mapping that it yields is kept as the state of requests.
     """
 
     @asynccontextmanager
@@ -129,7 +130,7 @@ def lifespan(
         async with AsyncExitStack() as stack:
             state = None if around is None else await stack.enter_async_context(around(app))
             group = await stack.enter_async_context(running(*workers))
-            yield {**(state or {}), "pgque": group}
+            yield {**(state if isinstance(state, Mapping) else {}), "pgque": group}
 
     return run
 

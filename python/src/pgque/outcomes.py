@@ -55,9 +55,9 @@ class Retry(HandlerOutcome):
     ) -> None:
         if after is not None:
             retry_after = renamed("Retry", "after", "retry_after", after)
-        self.reason = reason_of(reason)
+        self.reason: str | None = reason_of(reason)
         super().__init__(self.reason or "")
-        self.retry_after = retry_interval(retry_after)
+        self.retry_after: timedelta | None = retry_interval(retry_after)
 
     @property
     def after(self) -> timedelta | None:
@@ -73,7 +73,7 @@ class Dead(HandlerOutcome):
     """Give the message up, without more retries. The reason may be an error."""
 
     def __init__(self, reason: object = None) -> None:
-        self.reason = reason_of(reason)
+        self.reason: str | None = reason_of(reason)
         super().__init__(self.reason or "")
 
 

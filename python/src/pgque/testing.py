@@ -79,7 +79,7 @@ class TestQueue:
         self.dsn = dsn
         self.name = name
         self.consumer = consumer
-        self.client = PgqueClient.connect(dsn, autocommit=True)
+        self.client: PgqueClient = PgqueClient.connect(dsn, autocommit=True)
         self._handled: dict[int, Message] = {}
         self.client.admin.create_queue(name)
         self.client.subscribe(name, consumer)
@@ -240,12 +240,15 @@ def call(
     Args:
         handler: the function, coroutine function or task.
         payload: what is sent. A batch handler gets `payloads`, and a list of outcomes is returned.
-        worker: the worker or consumer that has the handler. A task knows its own; any other function has no
-            options without it.
-        type: the message type; None is that of the handler.
-        headers: as of `send`, and so is `key`.
-        retry_count: number of earlier failures; 0.
-        conn: the connection that a handler gets with `transactional=True`. What was written stays as it is.
+
+    The options, all by name:
+
+    - `worker`: the worker or consumer that has the handler. A task knows its own; any other function has no
+      options of `handler` without it.
+    - `type`: the message type; None is that of the handler.
+    - `headers`, `key`: as of `send`.
+    - `retry_count`: number of earlier failures; 0.
+    - `conn`: the connection that a handler gets with `transactional=True`. What was written stays as it is.
 
     Raises PgqueBadArgumentError if the worker does not have the handler, or the arguments do not fit it.
     """

@@ -6,7 +6,7 @@ import builtins
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Generic, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, cast, overload
 
 from .codec.convert import MisfitError, converter, name_of
 from .codec.decode import parse_json
@@ -15,8 +15,8 @@ from .errors import PgquePayloadError
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    # A Message without an argument is one whose value may be anything.
-    T_co = TypeVar("T_co", covariant=True, default=object)
+    # A Message without an argument is one whose value may be anything, as that of json.loads.
+    T_co = TypeVar("T_co", covariant=True, default=Any)
 else:
     from typing import TypeVar
 
@@ -69,7 +69,7 @@ class Message(_Decoding, Generic[T_co]):
     extra2: str | None = None
     extra3: str | None = None
     extra4: str | None = None
-    headers: dict[str, object] | None = None
+    headers: dict[str, Any] | None = None
     key: str | None = None
     payload_bytes: bytes | None = None
     receive_count: int | None = None
@@ -77,7 +77,7 @@ class Message(_Decoding, Generic[T_co]):
     expires_at: datetime | None = None
     queue: str | None = None
 
-    def json(self) -> object:
+    def json(self) -> Any:
         """Return the payload parsed as JSON. A whole number of more than 4,300 digits is a Decimal.
 
         Raises ValueError if the payload is not JSON, nested too deeply, or None.
@@ -299,7 +299,7 @@ class DeadLetter:
     ev_extra3: str | None = None
     ev_extra4: str | None = None
     consumer_name: str | None = None
-    ev_headers: dict[str, object] | None = None
+    ev_headers: dict[str, Any] | None = None
     ev_key: str | None = None
     ev_bytes: bytes | None = None
     payload_size: int = 0
@@ -349,7 +349,7 @@ class QueuedMessage:
     status: str
     type: str | None
     payload: str | None
-    headers: dict[str, object] | None
+    headers: dict[str, Any] | None
     key: str | None
     payload_bytes: bytes | None
     created_at: datetime | None
@@ -403,7 +403,7 @@ class ArchivedMessage:
     type: str | None
     payload: str | None
     payload_bytes: bytes | None
-    headers: dict[str, object] | None
+    headers: dict[str, Any] | None
     key: str | None
     sent_at: datetime | None
     archived_at: datetime
@@ -434,7 +434,7 @@ class RecurringMessage:
     type_name: str | None
     payload: str | None
     payload_bytes: bytes | None
-    headers: dict[str, object] | None
+    headers: dict[str, Any] | None
     key: str | None
     delay: timedelta | None
     ttl: timedelta | None
@@ -491,7 +491,7 @@ class Action:
     application: str | None
     call: str
     queue: str | None
-    args: dict[str, object] | None
+    args: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)

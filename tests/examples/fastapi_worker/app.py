@@ -1,12 +1,8 @@
 """An application that takes orders, and confirms them in the background."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 from fastapi import FastAPI, Request, Response
 from psycopg_pool import AsyncConnectionPool
 
-import pgque
 import pgque.asgi
 
 pool = AsyncConnectionPool(open=False)  # of the PG* environment variables
@@ -20,14 +16,8 @@ async def confirm(message: pgque.Message) -> None:
         await conn.execute("update orders set confirmed = true where id = %s", [message.json()["order"]])
 
 
-@asynccontextmanager
-async def database(app: FastAPI) -> AsyncIterator[None]:
-    """Keep the pool open while the application and its worker run."""
-    async with pool:
-        yield
-
-
-app = FastAPI(lifespan=pgque.asgi.lifespan(worker, around=database))
+# The pool is open while the application and its worker run.
+app = FastAPI(lifespan=pgque.asgi.lifespan(worker, around=lambda app: pool))
 
 
 @app.post("/orders")

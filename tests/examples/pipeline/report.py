@@ -73,7 +73,7 @@ def checks(client: PgqueClient, sent: Records) -> list[Check]:
     ).fetchall()
     received = client.conn.execute("select package, version, architecture from pipeline.received").fetchall()
     expected = {group: (number, sizes[group]) for group, number in packages.items()}
-    found = {(row[0], row[1]): (row[2], row[3]) for row in totals}  # type: ignore[index]
+    found = {(row[0], row[1]): (row[2], row[3]) for row in totals}
     out = sum(number for number, _ in found.values()) + dead.total()
     return [
         Check(

@@ -22,6 +22,8 @@ it ends.
   of those that have not begun. So this is only how long the messages of a killed worker wait.
 - `polling_interval`: seconds between checks for expired leases and, behind a pooler, for messages: 1, or 0.2
   behind a pooler in transaction mode, where LISTEN does not work.
+- `command_timeout`: seconds after which a call that the server does not answer is given up, and the
+  connection replaced (30).
 - `consumer`: name of the consumer of each queue ("celery").
 - `queue_prefix`: begins the names of all queues in pgque ("").
 - `queue_config`: settings of queues that the transport creates, as of `create_queue`. A message is delivered

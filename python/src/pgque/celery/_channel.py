@@ -6,9 +6,10 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import celery
+from amqp import RecoverableConnectionError
 from amqp.protocol import queue_declare_ok_t
 from kombu.exceptions import ChannelError
 from kombu.transport import virtual
@@ -25,15 +26,19 @@ from ..errors import (
 from ..twins.client import PgqueClient
 from ..types import Event
 from . import _bulk
+from ._logs import latest_tick
 from ._receiver import Receiver
 from ._wire import Raw, event_of
+
+if TYPE_CHECKING:
+    from ._transport import Transport
 
 log = logging.getLogger("pgque.celery")
 
 # A log has no consumers, so rotation alone decides how long its messages stay.
 _LOG_CONFIG = {"rotation_period": "10 minutes"}
 
-# Of a durable queue; those for remote control expire with their process.
+# Of a queue that stays; those for remote control expire with their process.
 _REFUSED = {
     "x-dead-letter-exchange",
     "x-expires",
@@ -57,11 +62,6 @@ class QoS(virtual.QoS):
         self.channel = channel
         self.prefetch_count = prefetch_count or 0
 
-    def _receiver(self) -> Receiver | None:
-        """Return the receiver; None when the channel is closed, which has released its messages."""
-        connection = self.channel.connection
-        return None if connection is None else connection.open_receiver
-
     def can_consume(self) -> bool:
         return True
 
@@ -72,15 +72,15 @@ class QoS(virtual.QoS):
         """Do nothing: the receiver has it."""
 
     def ack(self, delivery_tag: str) -> None:
-        if (receiver := self._receiver()) is not None:
+        if (receiver := self.channel.receiver) is not None:
             receiver.acknowledge(delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        if (receiver := self._receiver()) is not None:
+        if (receiver := self.channel.receiver) is not None:
             receiver.reject(delivery_tag, requeue)
 
     def restore_unacked(self) -> list[object]:
-        if (receiver := self._receiver()) is not None:
+        if (receiver := self.channel.receiver) is not None:
             receiver.release(self.channel.channel_id)
         return []
 
@@ -91,13 +91,28 @@ class QoS(virtual.QoS):
 class Channel(virtual.Channel):
     """Declare, publish and consume.
 
-    A durable queue is a queue of pgque with a consumer. Another one, as those for remote control and events,
-    is a reader of the log of each exchange that it is bound to.
+    A queue is a queue of pgque with a consumer. One that goes with its process, as those for remote control
+    and events, is a reader of the log of each exchange that it is bound to.
     """
 
     QoS = QoS
     from_transport_options = ()
     connection: Any
+
+    @property
+    def broker(self) -> Transport:
+        """Return the transport. Raises an error that kombu recovers from when the channel is closed: kombu
+        closes all channels when it connects again, and retries over a new one."""
+        if self.connection is None:
+            raise RecoverableConnectionError("channel disconnected")
+        found: Transport = self.connection
+        return found
+
+    @property
+    def receiver(self) -> Receiver | None:
+        """Return the receiver, if this process has begun one; None when the channel is closed, which has
+        released its messages."""
+        return None if self.connection is None else self.connection.open_receiver
 
     # -- queues ------------------------------------------------------------------------------------
 
@@ -118,25 +133,25 @@ class Channel(virtual.Channel):
     ) -> Any:
         """Create a queue with its consumer if it does not exist, as far as the role may."""
         queue = queue or f"amq.gen-{uuid()}"
-        is_durable = durable and not exclusive and not auto_delete
+        is_reader = exclusive or auto_delete
         refused = _REFUSED & (arguments or {}).keys()
-        if is_durable and refused:
+        if refused and not is_reader:
             raise PgqueBadArgumentError(
                 f"queue {queue!r} has arguments that do not apply to pgque: {', '.join(sorted(refused))}",
                 hint="For limits, set queue_config in broker_transport_options; for priorities, use several"
                 " queues.",
             )
         size = 0
-        if passive or is_durable:
-            with self.connection.calls() as client:
+        if passive or not is_reader:
+            with self.broker.calls() as client:
                 size = self._find(client, queue, create=not passive)
         else:
-            self.connection.readers.add(queue)
+            self.broker.readers.add(queue)
         return queue_declare_ok_t(queue, size, 0)
 
     def _find(self, client: PgqueClient, queue: str, create: bool) -> int:
         """Return how many messages a queue has."""
-        options = self.connection.options
+        options = self.broker.options
         name = options.queue(queue)
         try:
             return client.consumers.get_info(name, options.consumer)[0].pending_events or 0
@@ -163,16 +178,27 @@ class Channel(virtual.Channel):
         arguments: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Bind a queue: one that is not durable reads from now on."""
+        """Bind a queue: one that goes with its process reads from now on."""
         exchange = exchange or "amq.direct"
+        broker = self.broker
         if self.state.has_binding(queue, exchange, routing_key):
             return
-        if queue in self.connection.readers:
+        declared = self.state.exchanges.get(exchange, {})
+        if queue in broker.readers:
+            if declared.get("type") == "direct" and declared["durable"]:
+                raise ChannelError(
+                    f"queue {queue!r} goes with its process, so that it only reads: a task of exchange"
+                    f" {exchange!r} would be run by each reader, or by nobody. Declare it without"
+                    " auto_delete and exclusive",
+                    (50, 20),
+                    "Channel.queue_bind",
+                    "403",
+                )
             self._read(queue, exchange)
-        elif self.state.exchanges.get(exchange, {}).get("type") == "fanout":
+        elif declared.get("type") == "fanout":
             raise ChannelError(
-                f"queue {queue!r} is durable and would be bound to the fanout exchange {exchange!r}, whose"
-                " messages each reader gets from a log: declare it with auto_delete=True or durable=False"
+                f"queue {queue!r} stays, and would be bound to the fanout exchange {exchange!r}, whose"
+                " messages each reader gets from a log: declare it with auto_delete=True"
                 " (of Celery: control_queue_durable=False)",
                 (50, 20),
                 "Channel.queue_bind",
@@ -181,15 +207,14 @@ class Channel(virtual.Channel):
         super().queue_bind(queue, exchange, routing_key, arguments)
 
     def _read(self, queue: str, exchange: str) -> None:
-        source = self.connection.options.log(exchange)
-        with self.connection.calls() as client:
-            sql, params = "select pgque.tick_for(%(queue)s::text, 'latest')", {"queue": source}
+        source = self.broker.options.log(exchange)
+        with self.broker.calls() as client:
             try:
-                tick = client._value(int, sql, params)
+                tick = latest_tick(client, source)
             except PgqueQueueNotFoundError:
                 self._create_log(client, source)
-                tick = client._value(int, sql, params)
-        self.connection.read(queue, exchange, source, tick)
+                tick = latest_tick(client, source)
+        self.broker.read(queue, exchange, source, tick)
 
     def queue_delete(
         self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any
@@ -198,15 +223,15 @@ class Channel(virtual.Channel):
         for exchange, routing_key, arguments in list(self.state.queue_bindings(queue)):
             self.queue_unbind(queue, exchange, routing_key, arguments)
         self.state.queue_bindings_delete(queue)
-        if queue in self.connection.readers:
-            self.connection.readers.discard(queue)
-            if (receiver := self.connection.open_receiver) is not None:
+        if queue in self.broker.readers:
+            self.broker.readers.discard(queue)
+            if (receiver := self.receiver) is not None:
                 receiver.forget(queue)
-                self.connection.close_idle_receiver()
+                self.broker.close_idle_receiver()
             return
-        options = self.connection.options
+        options = self.broker.options
         name = options.queue(queue)
-        with self.connection.calls() as client:
+        with self.broker.calls() as client:
             if (if_empty and self._find(client, queue, create=False)) or (
                 if_unused and client.consumers.list_workers(name, options.consumer)
             ):
@@ -216,14 +241,14 @@ class Channel(virtual.Channel):
                 client.admin.drop_queue(name)
 
     def _size(self, queue: str) -> int:
-        with self.connection.calls() as client:
+        with self.broker.calls() as client:
             return self._find(client, queue, create=False)
 
     def _purge(self, queue: str) -> int:
         """Remove the messages of a queue, also those that workers have, and return their number."""
-        with self.connection.calls() as client:
+        with self.broker.calls() as client:
             try:
-                purged: int = client.admin.purge(self.connection.options.queue(queue))
+                purged: int = client.admin.purge(self.broker.options.queue(queue))
             except PgqueError as error:
                 log.error("queue %s is not purged: %s", queue, one_line(error))  # Celery says 0, and no more
                 raise
@@ -243,7 +268,7 @@ class Channel(virtual.Channel):
         self._inplace_augment_message(message, exchange, routing_key)
         queues = [routing_key]
         if exchange:
-            queues = list(self.connection.bound(exchange, routing_key) - self.connection.readers)
+            queues = list(self.broker.bound(exchange, routing_key) - self.broker.readers)
         event = event_of(message)
         for queue in queues:
             self._send(queue, event)
@@ -251,14 +276,14 @@ class Channel(virtual.Channel):
             self._send_to_log(exchange, routing_key, event)
 
     def _send(self, queue: str, event: Event) -> None:
-        name = self.connection.options.queue(queue)
-        if _bulk.add(self.connection, name, event):
+        name = self.broker.options.queue(queue)
+        if _bulk.add(self.broker, name, event):
             return
-        with self.connection.calls() as client:
+        with self.broker.calls() as client:
             try:
                 client.send(name, event)
             except PgqueQueueNotFoundError as error:
-                error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=self.connection.options.consumer)
+                error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=self.broker.options.consumer)
                 raise
 
     def _send_to_log(self, exchange: str, routing_key: str, event: Event) -> None:
@@ -271,8 +296,8 @@ class Channel(virtual.Channel):
                 "Channel.basic_publish",
                 "404",
             )
-        name = self.connection.options.log(exchange)
-        with self.connection.calls() as client:
+        name = self.broker.options.log(exchange)
+        with self.broker.calls() as client:
             try:
                 client.send(name, event)
             except PgqueQueueNotFoundError:
@@ -292,29 +317,38 @@ class Channel(virtual.Channel):
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any
     ) -> None:
         """Receive from a queue."""
-        super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
-        if queue not in self.connection.readers:
-            self.connection.receiver.consume(
-                self.channel_id, self.connection.options.queue(queue), no_ack, lambda: self.qos.prefetch_count
+        broker = self.broker
+        if queue in broker.readers and not any(self.state.queue_bindings(queue)):
+            raise ChannelError(
+                f"queue {queue!r} goes with its process and is bound to no exchange, so that no message would"
+                " reach it. For results, use a backend that keeps them, as db+postgresql://, not rpc://",
+                (60, 20),
+                "Channel.basic_consume",
+                "403",
             )
-        elif (receiver := self.connection.open_receiver) is not None:
+        super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
+        if queue not in broker.readers:
+            broker.receiver.consume(
+                self.channel_id, broker.options.queue(queue), no_ack, lambda: self.qos.prefetch_count
+            )
+        elif (receiver := self.receiver) is not None:
             receiver.begin()
 
     def basic_cancel(self, consumer_tag: str) -> None:
         """Receive no more from a queue, and release the messages that Celery has not begun."""
         queue = self._tag_to_queue.get(consumer_tag)
         super().basic_cancel(consumer_tag)
-        receiver = self.connection.open_receiver
-        if queue is not None and queue not in self.connection.readers and receiver is not None:
-            name = self.connection.options.queue(queue)
+        receiver = self.receiver
+        if queue is not None and receiver is not None and queue not in self.broker.readers:
+            name = self.broker.options.queue(queue)
             receiver.cancel(self.channel_id, name, _is_known_to_worker)
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
         """Return one message, or None."""
-        options = self.connection.options
+        options = self.broker.options
         name = options.queue(queue)
-        receiver = self.connection.receiver
-        with self.connection.calls() as client:
+        receiver = self.broker.receiver
+        with self.broker.calls() as client:
             received_at = time.monotonic()
             messages = client.receive(
                 name, options.consumer, 1, worker=receiver.name, visibility_timeout=options.visibility_timeout
@@ -330,12 +364,12 @@ class Channel(virtual.Channel):
     def basic_qos(self, prefetch_size: int = 0, prefetch_count: int = 0, apply_global: bool = False) -> None:
         """Set how many messages without an outcome the channel may have; 0 is 1000."""
         super().basic_qos(prefetch_size, prefetch_count, apply_global)
-        if (receiver := self.connection.open_receiver) is not None:
+        if (receiver := self.receiver) is not None:
             receiver.begin()
 
     def close(self) -> None:
         """Release what has no outcome."""
-        if not self.closed and (receiver := self.connection.open_receiver) is not None:
+        if not self.closed and (receiver := self.receiver) is not None:
             receiver.close_channel(self.channel_id)
         super().close()
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..client.limit import COMMAND_TIMEOUT, check_command_timeout
 from ..types import Seconds, Setting
 
 _SCHEME = re.compile(r"^pgque(\+\w+)?://")
@@ -43,12 +44,15 @@ class Options:
     consumer: str = "celery"
     queue_prefix: str = ""
     queue_config: Mapping[str, Setting] = field(default_factory=dict)
+    command_timeout: float | None = COMMAND_TIMEOUT
 
     @classmethod
     def from_given(cls, given: Mapping[str, object]) -> Options:
         """Return the options among those that were given."""
         known = {name: given[name] for name in cls.__slots__ if given.get(name) is not None}
-        return cls(**known)  # type: ignore[arg-type]
+        options = cls(**known)  # type: ignore[arg-type]
+        check_command_timeout(options.command_timeout)
+        return options
 
     def config(self) -> Mapping[str, Setting]:
         """Return the settings of a queue that is created."""

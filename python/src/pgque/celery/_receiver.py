@@ -18,24 +18,24 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import psycopg
 from psycopg import sql
 
 from ..client.statements import MAX_BYTES
 from ..codec import encode
-from ..errors import PgqueError, PgqueTickNotFoundError, from_psycopg, one_line
+from ..errors import PgqueError
 from ..runtime import batches
 from ..runtime.batches import ACK, RELEASE, Batch, MessageOutcome
-from ..runtime.leases import Heartbeat, kept
+from ..runtime.leases import kept
 from ..runtime.sources import Source, Sources
 from ..runtime.stopper import Stopper
 from ..twins.client import PgqueClient
 from ..twins.connection import Progress, keep_connected, open_client
-from ..twins.exchange import report_and_receive
+from ..twins.exchange import report_and_receive, wait
 from ..twins.listen import listen, queue_of
 from ..types import Message
+from ._logs import Log, Logs, read
 from ._options import Options
-from ._wire import Raw, raw_of
+from ._wire import Raw, raw_of, task_id_of
 
 log = logging.getLogger("pgque.celery")
 
@@ -52,22 +52,11 @@ _LINGER = 0.02
 # Seconds between checks for expired leases and the like, and where notifications do not come.
 _POLL_INTERVAL, _POLL_INTERVAL_BEHIND_POOLER = 1.0, 0.2
 
-# Seconds between reads of a log that is not notified: a position that stands still for hours is rotated away.
-_LOG_INTERVAL = 10.0
-
 # Seconds after which a worker that stops has told its pool to begin no more tasks.
 _MOMENT = 0.5
 
 # Seconds after a stop in which outcomes are reported.
 _LAST_REPORT_TIMEOUT = 5.0
-
-_READ = """
-select t.tick_id, w.ev_data
-from (
-  select coalesce(pgque.next_tick(%(queue)s::text, %(after)s::bigint), %(after)s::bigint) offset 0
-) as t (tick_id)
-left join lateral pgque.read_window(%(queue)s::text, %(after)s::bigint, t.tick_id) as w on true
-"""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,18 +68,6 @@ class _Held:
     channel: int
     queue: str
     task_id: str | None
-
-
-@dataclass(slots=True, eq=False)
-class Log:
-    """A log that is read for a queue of kombu, and how far it was read."""
-
-    queue: str  # of pgque
-    tick: int
-    is_consumed: Callable[[], bool]
-    takes: Callable[[Raw], bool]  # whether a message is for the queue
-    is_due: bool = True
-    read_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +105,7 @@ class Receiver:
         self._held: dict[str, _Held] = {}
         self._in_hand: Counter[int] = Counter()
         self._channels: dict[int, _Channel] = {}
-        self._logs: dict[tuple[str, str], Log] = {}  # by queue and exchange, of kombu
+        self._logs = Logs()
         # Of queues that are not consumed any more: when to look which of the messages can be released.
         self._cancelled: list[tuple[float, set[str], Callable[[str | None], bool]]] = []
         self._outcomes: list[tuple[Batch[Message], int, MessageOutcome]] = []
@@ -194,15 +171,13 @@ class Receiver:
 
     def read(self, queue: str, exchange: str, source: Log) -> None:
         """Read the log of an exchange for a queue of kombu."""
-        with self._changed:
-            self._logs.setdefault((queue, exchange), source)
+        self._logs.add(queue, exchange, source)
         self.begin()
 
     def forget(self, queue: str) -> None:
         """Read no more for a queue of kombu."""
+        self._logs.forget(queue)
         with self._changed:
-            for key in [key for key in self._logs if key[0] == queue]:
-                del self._logs[key]
             self._control = deque((name, raw) for name, raw in self._control if name != queue)
 
     def take(
@@ -222,8 +197,7 @@ class Receiver:
                     log.error("message %s of queue %s is not one of kombu", message.msg_id, queue)
                     self._outcomes.append((batch, message.msg_id, _FOREIGN))
                     continue
-                task_id = (raw.get("headers") or {}).get("id")
-                self._held[tag] = _Held(batch, message.msg_id, channel, queue, task_id)
+                self._held[tag] = _Held(batch, message.msg_id, channel, queue, task_id_of(raw))
                 self._in_hand[channel] += 1
                 taken.append((queue, raw))
         return taken
@@ -299,7 +273,7 @@ class Receiver:
         try:
             with (
                 self._stopper.running(False),
-                kept(self._dsn, self.name, self._seconds, lambda: list(self._batches.values()), Heartbeat()),
+                kept(self._dsn, self._seconds, lambda: list(self._batches.values())),
             ):
                 keep_connected(
                     self._stopper,
@@ -328,7 +302,14 @@ class Receiver:
 
     def _session(self, progress: Progress) -> None:
         """Work over one connection; what is held outlives it."""
-        with closing(open_client(self._dsn, "pgque celery", read_committed=True)) as client:
+        with closing(
+            open_client(
+                self._dsn,
+                "pgque celery",
+                read_committed=True,
+                command_timeout=self._options.command_timeout,
+            )
+        ) as client:
             client.conn.add_notify_handler(lambda notify: self._note(queue_of(notify.channel)))
             if self._options.polling_interval is None:
                 self._interval = _POLL_INTERVAL if client._is_direct else _POLL_INTERVAL_BEHIND_POOLER
@@ -363,7 +344,7 @@ class Receiver:
     def _listen(self, client: PgqueClient, listening: set[str]) -> None:
         with self._changed:
             wanted = {queue for consumed in self._channels.values() for queue in consumed.queues}
-            wanted |= {it.queue for it in self._logs.values()}
+        wanted |= self._logs.queues()
         for queue in wanted - listening:
             listen(client, queue)
             listening.add(queue)
@@ -374,17 +355,12 @@ class Receiver:
 
     def _note(self, queue: str) -> None:
         """Take note that a queue may have messages."""
+        self._logs.note(queue)
         with self._changed:
             self._wake_sources(queue)
-            for it in self._logs.values():
-                it.is_due |= it.queue == queue
 
     def _wait(self, client: PgqueClient, interval: float) -> None:
-        try:
-            channels = self._stopper.wait(client.conn, interval, self._stopper.is_set())
-        except psycopg.Error as error:
-            raise from_psycopg(error) from error
-        for channel in channels:
+        for channel in wait(self._stopper, client, interval, self._stopper.is_set()):
             self._note(queue_of(channel))
 
     def _gather(self, client: PgqueClient, until: float) -> None:
@@ -465,33 +441,8 @@ class Receiver:
                 self.report(raw["properties"]["delivery_tag"], ACK)
 
     def _read_logs(self, client: PgqueClient) -> None:
-        now = time.monotonic()
-        pause = _LOG_INTERVAL if client._is_direct else self._interval
-        with self._changed:
-            due = [
-                (queue, it)
-                for (queue, _), it in self._logs.items()
-                if (it.is_due or now - it.read_at > pause) and it.is_consumed()
-            ]
-            for _, it in due:
-                it.is_due, it.read_at = False, now
-        for queue, it in due:
-            try:
-                rows = client._rows(
-                    _READ, {"queue": it.queue, "after": it.tick}, lambda tick, data: (tick, data)
-                )
-            except PgqueTickNotFoundError as error:
-                log.warning(
-                    "messages of %s were not read in time, and are lost: %s", it.queue, one_line(error)
-                )
-                it.tick = client._value(
-                    int, "select pgque.tick_for(%(queue)s::text, 'latest')", {"queue": it.queue}
-                )
-                continue
+        for queue, it in self._logs.due(client, self._interval):
+            found = read(client, it)
             with self._changed:
-                for tick, data in rows:
-                    it.tick = tick
-                    raw = raw_of(data, "", False)
-                    if raw is not None and it.takes(raw):
-                        self._control.append((queue, raw))
+                self._control.extend((queue, raw) for raw in found)
                 self._signal()

@@ -17,8 +17,9 @@ from ..errors import PgqueBadArgumentError, PgqueConnectionError, PgqueError
 from ..twins.client import PgqueClient
 from ..twins.connection import open_client
 from ._channel import Channel
+from ._logs import Log
 from ._options import Options, dsn_of, without_password
-from ._receiver import Log, Receiver
+from ._receiver import Receiver
 from ._wire import Raw
 
 _EXCHANGE_TYPES = {name: kind(None) for name, kind in STANDARD_EXCHANGE_TYPES.items()}
@@ -123,7 +124,8 @@ class Transport(virtual.Transport):
             self._pid, self._lock, self._calls = os.getpid(), threading.RLock(), None
         with self._lock:
             if self._calls is None or not _is_open(self._calls):
-                self._calls = open_client(self.dsn, "pgque celery calls")
+                timeout = self.options.command_timeout
+                self._calls = open_client(self.dsn, "pgque celery calls", command_timeout=timeout)
             yield self._calls
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
@@ -15,10 +16,15 @@ Raw = dict[str, Any]
 
 
 def event_of(raw: Mapping[str, Any]) -> Event:
-    """Return what to send for a message. A task with an ETA is delayed in the database until then."""
+    """Return what to send for a message. A task with an ETA is delayed in the database until then, and a
+    message with an expiration is not delivered after it."""
     headers = raw.get("headers") or {}
+    expiration = raw["properties"].get("expiration")  # milliseconds, as a text
     return Event(
-        type=str(headers.get("task") or "message"), payload=dumps(raw), deliver_at=_eta(headers.get("eta"))
+        type=str(headers.get("task") or "message"),
+        payload=dumps(raw),
+        deliver_at=_eta(headers.get("eta")),
+        ttl=None if expiration is None else max(int(expiration), 1) / 1000,
     )
 
 
@@ -33,13 +39,27 @@ def _eta(text: object) -> datetime | None:
 
 
 def raw_of(payload: object, tag: str, is_redelivered: bool) -> Raw | None:
-    """Return the message of a payload, or None if it is not one of kombu."""
+    """Return the message of a payload with its body decoded, or None if it is not one of kombu: an error of
+    kombu that it may cause would end each worker that receives it."""
     try:
         raw = loads(payload)
-        properties = raw["properties"]
+        properties, headers, body = raw["properties"], raw.get("headers"), raw["body"]
         info = properties["delivery_info"]
-    except (ValueError, TypeError, LookupError):
+        if properties.pop("body_encoding", None) == "base64":
+            raw["body"] = b64decode(body, validate=True)
+        properties["delivery_tag"] = tag
+        raw["redelivered"] = info["redelivered"] = is_redelivered
+        is_message = (
+            isinstance(body, str)
+            and isinstance(info["routing_key"], str)
+            and isinstance(headers, dict | None)
+            and isinstance(task_id_of(raw), str | None)
+        )
+    except (ValueError, TypeError, LookupError, AttributeError):
         return None
-    properties["delivery_tag"] = tag
-    raw["redelivered"] = info["redelivered"] = is_redelivered
-    return raw  # type: ignore[no-any-return]
+    return raw if is_message else None
+
+
+def task_id_of(raw: Raw) -> Any:
+    """Return the id of the task of a message, or None."""
+    return (raw.get("headers") or {}).get("id")

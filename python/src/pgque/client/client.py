@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Any, overload
 
 import psycopg
 from psycopg import AsyncConnection
@@ -44,8 +44,6 @@ from .messages import AsyncMessages
 from .monitor import AsyncMonitor
 from .pgq import AsyncPgq
 from .recurring import AsyncRecurring
-
-T = TypeVar("T")
 
 _MESSAGE = columns(Message, "m")
 
@@ -104,7 +102,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         try:
             conn = await AsyncLimitedConnection.connect(
                 with_keepalives(dsn),
-                autocommit=autocommit,
+                autocommit=True,
                 row_factory=tuple_row,
                 prepare_threshold=None,
             )
@@ -116,18 +114,24 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         client._command_timeout = command_timeout
         try:
             await client._ensure_version()
+            if client._is_direct:
+                conn.prepare_threshold = prepare_threshold()
+                with client._limited():
+                    await conn.end_with_client()
+            await conn.set_autocommit(autocommit)
+        except psycopg.Error as error:
+            await conn.close()
+            raise from_psycopg(error) from error
         except BaseException:
             await conn.close()
             raise
-        if client._is_direct:
-            conn.prepare_threshold = prepare_threshold()
         return client
 
     @classmethod
     @asynccontextmanager
     async def from_pool(
         cls,
-        pool: AsyncConnectionPool[AsyncConnection[T]],
+        pool: AsyncConnectionPool[Any],
         *,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
@@ -141,7 +145,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
             yield cls(conn, encoder=encoder, decoder=decoder)
 
     @property
-    def conn(self) -> AsyncConnection[object]:
+    def conn(self) -> AsyncConnection[Any]:
         """Return the psycopg connection, for your own statements, `commit()`, `rollback()` and
         `transaction()`."""
         return self._conn

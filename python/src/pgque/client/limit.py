@@ -151,6 +151,10 @@ def _for_a_moment(pgconn: PGconn, gen: PQGen[RV]) -> PQGen[RV]:
     raise NoAnswerError("the server has not answered a request to cancel")
 
 
+# Has the server end a statement whose client has closed its connection, as PostgreSQL can on Linux.
+_END_WITH_CLIENT = "set client_connection_check_interval = '5s'"
+
+
 class LimitedConnection(Connection[Row]):
     """A connection whose calls are given up after `command_timeout` seconds without an answer."""
 
@@ -177,6 +181,13 @@ class LimitedConnection(Connection[Row]):
                 except BaseException:
                     self.pgconn.finish()
             raise
+
+    def end_with_client(self) -> None:
+        """Have the server find out that a call was given up, where libpq is too old to cancel it: else each
+        call that waits for a lock would leave a session that goes on waiting."""
+        if not capabilities.has_cancel_safe():
+            with suppress(psycopg.errors.InvalidParameterValue):
+                self.execute(_END_WITH_CLIENT, prepare=False)
 
     def _cancel_for_a_moment(self) -> None:
         # Where libpq is older than 17, PQcancel would block this thread, and all others with it.
@@ -215,6 +226,12 @@ class AsyncLimitedConnection(AsyncConnection[Row]):
                 except BaseException:
                     self.pgconn.finish()
             raise
+
+    async def end_with_client(self) -> None:
+        """Have the server find out that a call was given up, as `LimitedConnection.end_with_client`."""
+        if not capabilities.has_cancel_safe():
+            with suppress(psycopg.errors.InvalidParameterValue):
+                await self.execute(_END_WITH_CLIENT, prepare=False)
 
     async def _cancel_for_a_moment(self) -> None:
         # Where libpq is older than 17, PQcancel would block the event loop, and all threads with it.

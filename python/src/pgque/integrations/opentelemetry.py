@@ -65,6 +65,11 @@ class _OpenTelemetry:
         self._in_flight = meter.create_up_down_counter(
             "pgque.handler.in_flight", "{message}", "Handlers that run now."
         )
+        self._overruns = meter.create_counter(
+            "pgque.handler.overruns",
+            "{message}",
+            "Handlers that ran beyond their time limit, or without one for ten leases.",
+        )
         self._reconnects = meter.create_counter(
             "pgque.client.reconnects",
             "{attempt}",
@@ -153,6 +158,9 @@ class _OpenTelemetry:
 
     def note_outcome(self, message: Message, consumer: str, outcome: str) -> None:
         self._outcomes.add(1, {**_of(message.queue, consumer), "pgque.outcome": outcome})
+
+    def note_overrun(self, message: Message, consumer: str) -> None:
+        self._overruns.add(1, _of(message.queue, consumer))
 
     def note_reconnect(self, queue: str, consumer: str) -> None:
         self._reconnects.add(1, _of(queue, consumer))

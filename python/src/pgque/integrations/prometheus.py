@@ -61,6 +61,12 @@ class _Prometheus:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self._overruns = Counter(
+            "pgque_handler_overruns_total",
+            "Handlers that ran beyond their time limit, or without one for ten leases.",
+            of,
+            registry=registry,
+        )
         self._reconnects = Counter(
             "pgque_client_reconnects_total",
             "Attempts to connect to the database again, after a fault.",
@@ -76,6 +82,7 @@ class _Prometheus:
             self._outcomes,
             self._redeliveries,
             self._in_flight,
+            self._overruns,
             self._reconnects,
         ):
             self._registry.unregister(family)
@@ -101,6 +108,9 @@ class _Prometheus:
 
     def note_outcome(self, message: Message, consumer: str, outcome: str) -> None:
         self._outcomes.labels(message.queue or "", consumer, outcome).inc()
+
+    def note_overrun(self, message: Message, consumer: str) -> None:
+        self._overruns.labels(message.queue or "", consumer).inc()
 
     def note_reconnect(self, queue: str, consumer: str) -> None:
         self._reconnects.labels(queue, consumer).inc()

@@ -27,6 +27,9 @@ class Observer(Protocol):
     def note_outcome(self, message: Message, consumer: str, outcome: str) -> None:
         """Take note of an outcome: ack, archive, nack, dead, release or lost."""
 
+    def note_overrun(self, message: Message, consumer: str) -> None:
+        """Take note that a handler runs beyond its time limit, or without one for many leases."""
+
     def note_reconnect(self, queue: str, consumer: str) -> None:
         """Take note that the database is connected to again."""
 
@@ -64,6 +67,12 @@ def note_outcome(message: Message, consumer: str, outcome: str) -> None:
     """Tell the observers the outcome of a message."""
     for observer in _observers:
         observer.note_outcome(message, consumer, outcome)
+
+
+def note_overrun(message: Message, consumer: str) -> None:
+    """Tell the observers that the handler of a message runs for too long."""
+    for observer in _observers:
+        observer.note_overrun(message, consumer)
 
 
 def note_reconnect(queue: str, consumer: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 
 import psycopg
 
 from .._version import __version__
-from ..client.dsn import given_or_default
+from ..client.dsn import with_keepalives
+from ..client.limit import LimitedConnection
 from ..codec.encode import FIND_VERSION, THROUGH, check_not_newer
 from ..errors import PgqueBadArgumentError, from_psycopg
 
@@ -37,6 +39,14 @@ def refuse_downgrade(ask: Callable[[str], object]) -> None:
         check_not_newer(str(ask("select pgque.version()")), __version__)
 
 
+@contextmanager
+def _connected(dsn: str) -> Iterator[LimitedConnection[tuple[object, ...]]]:
+    """Connect, for one transaction whose statements may take any time. An interruption ends them at once."""
+    with LimitedConnection.connect(with_keepalives(dsn), prepare_threshold=None) as conn:
+        conn.command_timeout = None
+        yield conn
+
+
 def install(dsn: str = "", *, version: str | None = None) -> str:
     """Install or upgrade pgque in one transaction, and return its version. A second run changes nothing.
 
@@ -46,7 +56,7 @@ def install(dsn: str = "", *, version: str | None = None) -> str:
     """
     source = sql_text(version).encode()
     try:
-        with psycopg.connect(given_or_default(dsn), prepare_threshold=None) as conn:
+        with _connected(dsn) as conn:
 
             def ask(question: str) -> object:
                 row = conn.execute(question.encode()).fetchone()
@@ -62,7 +72,7 @@ def install(dsn: str = "", *, version: str | None = None) -> str:
 def uninstall(dsn: str = "") -> None:
     """Remove pgque with all its queues and messages; roles stay. Calls `pgque.uninstall`."""
     try:
-        with psycopg.connect(given_or_default(dsn), prepare_threshold=None) as conn:
+        with _connected(dsn) as conn:
             conn.execute("select pgque.uninstall()")
     except psycopg.Error as error:
         raise from_psycopg(error) from error

@@ -24,7 +24,7 @@ from ..twins.connection import open_client, open_client_before
 log = logging.getLogger("pgque.ticker")
 
 # Seconds that each call of `ticker_loop` runs, so that a silent network is noticed soon after.
-_RUN = 15.0
+_RUN = 10.0
 
 # One that comes back within so many seconds was told to stop.
 _MIN_RUN = 1.0

@@ -6,13 +6,14 @@ Shared by the sync and the async side; nothing here waits.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -319,7 +320,7 @@ class Running:
     item: Item
     place: Any
     messages: Sequence[Message]
-    since: float = field(default_factory=time.monotonic)
+    since: float = math.inf  # until it begins
     is_logged: bool = False
     is_over: bool = False  # its outcome does not count any more
     is_reporting: bool = False  # its outcomes are in its transaction
@@ -334,6 +335,7 @@ class Running:
         """Take note that the handler has other messages."""
         self.messages = messages
         self.since = time.monotonic()
+        self.is_logged = False
 
 
 def _grouped(outcomes: Mapping[int, MessageOutcome]) -> Mapping[MessageOutcome, list[int]]:

@@ -8,17 +8,13 @@ asynchronous ones too: a thread also extends leases while a handler blocks the e
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import psycopg
@@ -60,67 +56,12 @@ class Lease(Protocol):
         """Take note of what that statement returned."""
 
 
-class Heartbeat:
-    """Find nothing: threads that run handlers do not keep each other from running."""
-
-    def check(self, name: str, seconds: float) -> None:
-        """Do nothing."""
-
-
-class AsyncHeartbeat:
-    """Find out whether a handler blocks the event loop that it runs in."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        self._asked_at: float | None = None
-        self._is_logged = False
-
-    def _note(self) -> None:
-        self._asked_at = None
-        self._is_logged = False
-
-    def check(self, name: str, seconds: float) -> None:
-        """Log, once, that the event loop has been blocked for longer than a lease, and by what."""
-        asked_at = self._asked_at
-        if asked_at is None:
-            self._asked_at = time.monotonic()
-            try:
-                self._loop.call_soon_threadsafe(self._note)
-            except RuntimeError:  # the loop is closed
-                self._asked_at = None
-            return
-        blocked = time.monotonic() - asked_at
-        if blocked > seconds and not self._is_logged:
-            self._is_logged = True
-            log.warning(
-                "%s: the event loop has been blocked for %.1f s, which is longer than the lease of %g s, so"
-                " no other handler runs and no outcome is reported; it is at %s. Run what blocks in"
-                " asyncio.to_thread(), or use the Worker of threads",
-                name,
-                blocked,
-                seconds,
-                _place_of(self._thread),
-            )
-
-
-def _place_of(thread: int) -> str:
-    """Return where a thread is, the innermost call last."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "an unknown place"
-    calls = traceback.extract_stack(frame)[-3:]
-    return ", ".join(f"{Path(call.filename).name}:{call.lineno} in {call.name}" for call in calls)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Holder:
     """A worker that has leases."""
 
-    name: str
     seconds: float  # length of a lease
     leases: Callable[[], Iterable[Lease]]
-    heartbeat: Heartbeat | AsyncHeartbeat
 
 
 class _Keeper:
@@ -155,7 +96,6 @@ class _Keeper:
             self._patience = _CHECK_EVERY * shortest
             for holder in holders:
                 try:
-                    holder.heartbeat.check(holder.name, holder.seconds)
                     self._extend_due(holder)
                 except Exception as fault:  # of any kind: the leases of all workers depend on this thread
                     self._close()
@@ -225,18 +165,12 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def kept(
-    dsn: str,
-    name: str,
-    seconds: float,
-    leases: Callable[[], Iterable[Lease]],
-    heartbeat: Heartbeat | AsyncHeartbeat,
-) -> Iterator[None]:
+def kept(dsn: str, seconds: float, leases: Callable[[], Iterable[Lease]]) -> Iterator[None]:
     """Extend leases of `seconds` inside the block.
 
     `leases` is called from another thread, and returns those that the worker has at the moment.
     """
-    holder = _Holder(name, seconds, leases, heartbeat)
+    holder = _Holder(seconds, leases)
     with _lock:
         keeper = _keepers.get(dsn)
         is_new = keeper is None

@@ -24,6 +24,7 @@ from .liveness import Liveness, is_fresh
 from .middleware import Middleware, Moment
 from .recurring import Recurring
 from .stopper import Stopper
+from .watch import Guard
 
 log = logging.getLogger("pgque.worker")
 
@@ -33,8 +34,8 @@ _RESTART_INTERVAL = 1.0
 # In seconds: how often the signs of life of the processes are checked, and how old they may be.
 _LIVENESS_CHECK, _LIVENESS_LIMIT = 1.0, 10.0
 
-# Seconds that a process has beyond its `shutdown_timeout`, before it is killed.
-_KILL_MARGIN = 5.0
+# Seconds that a process has beyond its `shutdown_timeout`, and after a second signal, before it is killed.
+_KILL_MARGIN, _ABANDON_MARGIN = 5.0, 1.0
 
 # Seconds between checks for a second signal, while the processes end.
 _SIGNAL_CHECK = 0.1
@@ -55,6 +56,7 @@ class ProcessWorker(Protocol):
     _middleware: Middleware
     _recurring: list[Recurring]
     _stopper: Stopper
+    _guard: Guard | None
 
     @property
     def _made(self) -> Callable[..., ProcessWorker]:
@@ -190,7 +192,7 @@ def _end(processes: list[BaseProcess], shutdown_timeout: float, stopper: Stopper
     while running := [process for process in processes if process.is_alive()]:
         if stopper.is_abandoned and not abandoned:
             abandoned = True
-            deadline = time.monotonic() + _KILL_MARGIN
+            deadline = time.monotonic() + _ABANDON_MARGIN
             for process in running:
                 process.terminate()
         if time.monotonic() > deadline:
@@ -225,6 +227,7 @@ def _run(
         worker._handlers.register(type_, options=options[type_])(handler)
     worker._middleware.add_all(hooks)
     worker._recurring.extend(recurring)
+    worker._guard = Guard()
     threading.Thread(target=_stop_without_parent, args=(worker,), daemon=True).start()
     try:
         worker.run()

@@ -457,8 +457,9 @@ class AsyncWorker(AsyncRuntime):
         shutdown_timeout: seconds that handlers have to finish after a stop.
         handler_timeout: seconds that a handler may run; None is no limit. Then its message is rejected with
             that as the reason, and the next one is handled in its place. A task is cancelled; a thread cannot
-            be, so it goes on until its handler returns, and the outcome does not count. The transaction of a
-            transactional handler is rolled back.
+            be, so it goes on until its handler returns, and the outcome does not count. With use="processes"
+            the process is ended, and another one started. The transaction of a transactional handler is
+            rolled back. Without a limit, a handler that runs for ten leases is logged and counted.
         encoder: as of a client, for messages that the worker itself sends.
         decoder: as of a client, for the messages that handlers get. With use="processes" encoder and decoder
             are functions of a module.
@@ -466,7 +467,8 @@ class AsyncWorker(AsyncRuntime):
             "dead" gives the message up, with the reason, as `drop_policy` has it; "retry" treats it as any
             error. The log has no traceback of it, which might show the payload.
         liveness_file: a file to touch every second while the worker is alive and the database answers. An old
-            file means that the worker hangs.
+            file means that the worker hangs, or that `concurrency` handlers without a limit have run for ten
+            leases.
         command_timeout: seconds in which the server has to answer each call; then the worker connects again.
             It does not count for the statements of transactional handlers.
 
@@ -512,7 +514,7 @@ class AsyncWorker(AsyncRuntime):
             raise ValueError("visibility_timeout must be more than 0 seconds")
         self.use = use
         self.visibility_timeout = visibility_timeout
-        self.worker = worker or batches.worker_name()
+        self.worker: str = worker or batches.worker_name()
         super().__init__(
             dsn,
             queue=queue,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Any, overload
 
 import psycopg
 from psycopg import Connection
@@ -45,8 +45,6 @@ from .messages import Messages
 from .monitor import Monitor
 from .pgq import Pgq
 from .recurring import Recurring
-
-T = TypeVar("T")
 
 _MESSAGE = columns(Message, "m")
 
@@ -105,7 +103,7 @@ class PgqueClient(Calling, Flat):
         try:
             conn = LimitedConnection.connect(
                 with_keepalives(dsn),
-                autocommit=autocommit,
+                autocommit=True,
                 row_factory=tuple_row,
                 prepare_threshold=None,
             )
@@ -117,18 +115,24 @@ class PgqueClient(Calling, Flat):
         client._command_timeout = command_timeout
         try:
             client._ensure_version()
+            if client._is_direct:
+                conn.prepare_threshold = prepare_threshold()
+                with client._limited():
+                    conn.end_with_client()
+            conn.set_autocommit(autocommit)
+        except psycopg.Error as error:
+            conn.close()
+            raise from_psycopg(error) from error
         except BaseException:
             conn.close()
             raise
-        if client._is_direct:
-            conn.prepare_threshold = prepare_threshold()
         return client
 
     @classmethod
     @contextmanager
     def from_pool(
         cls,
-        pool: ConnectionPool[Connection[T]],
+        pool: ConnectionPool[Any],
         *,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
@@ -142,7 +146,7 @@ class PgqueClient(Calling, Flat):
             yield cls(conn, encoder=encoder, decoder=decoder)
 
     @property
-    def conn(self) -> Connection[object]:
+    def conn(self) -> Connection[Any]:
         """Return the psycopg connection, for your own statements, `commit()`, `rollback()` and
         `transaction()`."""
         return self._conn

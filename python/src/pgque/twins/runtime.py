@@ -40,7 +40,7 @@ from ..runtime.batches import ACK, ARCHIVE, RELEASE, Batch, Item, MessageOutcome
 from ..runtime.concurrency import SingleRun, ThreadPool, check_until_idle, run_worker
 from .exchange import extend_if_due, report_and_receive, wait
 from ..runtime.handlers import Handlers, Options, Registered, call, check_handler, timeout_of
-from ..runtime.leases import Heartbeat, kept
+from ..runtime.leases import kept
 from .listen import TickWatch, listen, queue_of
 from ..runtime.liveness import Liveness
 from ..runtime.middleware import Middleware, failure_in, returned_for
@@ -53,10 +53,11 @@ from ..runtime.sources import Priority, Source, Sources, check_weights
 from ..runtime.stopper import GRACE, Stopper, HandlerInterrupted
 from ..runtime.tasks import P, T, Task
 from .transactional import Transactions
+from ..runtime.watch import Watch, Guard
 
 # Their first parameter is a Message, a Message[Model] or a Model.
 Handler: TypeAlias = Callable[[Any], object]
-TransactionalHandler: TypeAlias = Callable[[Any, Connection[object]], object]
+TransactionalHandler: TypeAlias = Callable[[Any, Connection[Any]], object]
 BeforeHook = TypeVar("BeforeHook", bound=Callable[[Message], object])
 AfterHook = TypeVar("AfterHook", bound=Callable[[Message, object], object])
 ErrorHook = TypeVar("ErrorHook", bound=Callable[[Message, BaseException], object])
@@ -69,7 +70,7 @@ _REPORT_INTERVAL = 1.0
 # Seconds beyond the time of a stop in which the server has to answer the last report.
 _LAST_REPORT_TIMEOUT = 1.0
 
-# Longest wait in seconds: how often signs of life are given, and handlers checked that run for too long.
+# Longest wait in seconds: how often signs of life are given.
 _LONGEST_WAIT = 1.0
 
 # Most messages received in one call, where nothing else is asked for. The server needs about as much time to
@@ -84,8 +85,8 @@ _QUICK_BATCH, _SLOW_BATCH = 0.2, 1.0
 # leases could not be opened, or is waiting for something else.
 _OVERDUE = 0.75
 
-# Leases after which a handler without a time limit is logged.
-_LONG = 10
+# Leases after which a handler without a time limit counts as hanging, and their seconds where there is none.
+_LONG, _USUAL_LEASE = 10, 30.0
 
 # More outcomes than a worker has messages: handlers need not wake it.
 _NEVER = sys.maxsize
@@ -169,7 +170,7 @@ class Runtime:
         check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
-        self.queue = ", ".join(weights)
+        self.queue: str = ", ".join(weights)
         self.queues = weights
         self.priority: Priority = priority
         self.consumer = consumer
@@ -193,6 +194,7 @@ class Runtime:
         self._name = name
         self._title = f"{self._kind.lower()} {name}"
         self._lease_seconds = lease_seconds
+        self._usual_lease = lease_seconds if math.isfinite(lease_seconds) else _USUAL_LEASE
         self._make_message: Callable[..., Message] = payloads.message_maker(Message, decoder)
         self._handlers = Handlers(
             self._kind,
@@ -219,6 +221,7 @@ class Runtime:
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
         # The items that run. One that ran for too long is taken out by the session.
         self._running: set[Running] = set()
+        self._guard: Guard | None = None  # of a process that runs nothing else
         self._catch_signals = True
         self._until_idle = False  # whether `run` ends when nothing is left to be done
         self._is_idle = False
@@ -467,7 +470,8 @@ class Runtime:
         if self._takes_batches:
             self._size = self.prefetch
         try:
-            with self._leases_kept():
+            watch = Watch(self._end_overdue, f"{self._title} of queue {self.queue}", self._usual_lease)
+            with watch, self._leases_kept():
                 try:
                     self._run_sessions()
                 except PgqueError as error:
@@ -490,8 +494,7 @@ class Runtime:
         seconds = self._kept_seconds()
         if seconds is None:
             return nullcontext()  # a batch of a consumer that reads alone does not expire
-        name = f"{self._title} of queue {self.queue}"
-        return kept(self.dsn, name, seconds, self._leases, Heartbeat())
+        return kept(self.dsn, seconds, self._leases)
 
     def _leases(self) -> list[Batch[Message]]:
         return list(self._batches.values())
@@ -563,9 +566,11 @@ class Runtime:
                     if self._liveness.needs_answer:
                         client._run("select 1")
                         self._liveness.note_answer()
-                    self._liveness.give()
+                    if not self._all_hang():
+                        self._liveness.give()
         finally:
             client.close()
+            self._transactions.close_idle()  # they lead the same way
 
     def _begin(self, client: PgqueClient) -> None:
         """Prepare a new connection for receiving."""
@@ -618,7 +623,6 @@ class Runtime:
         if stopping:
             self._release_queued()
         self._wake_at = _NEVER
-        self._end_overdue()
         self._collect()
         for batch in list(self._batches.values()):
             extend_if_due(client, batch, self._lease_seconds, _OVERDUE)
@@ -783,7 +787,7 @@ class Runtime:
 
     def _end_overdue(self) -> None:
         """Reject the messages whose handlers run for too long. Without a limit, log those that run for many
-        leases, once."""
+        leases, once. Called by the watch, whatever the session waits for."""
         for running in list(self._running):
             message = running.messages[0]
             limit, name = self._limit(message)
@@ -793,22 +797,27 @@ class Runtime:
             where = f"the handler of message {message.msg_id}, type {message.type!r}, queue {message.queue},"
             if name is None:
                 running.is_logged = True
+                telemetry.note_overrun(message, self.consumer)
                 self._log.warning(
-                    "%s has run for %.0f s, while its lease is extended: to limit this, set handler_timeout",
-                    where,
-                    seconds,
+                    "%s has run for %.0f s without a limit: set handler_timeout", where, seconds
                 )
             elif self._claim(running):  # else it has just returned
                 count = len(running.messages)
                 what = "the message is" if count == 1 else f"the {count} messages of its batch are"
-                self._log.error("%s ran longer than %g s: %s rejected", where, limit, what)
+                self._log.error("%s ran longer than %g s: %s rejected; %s", where, limit, what, self._left)
                 reason = f"the handler ran longer than {limit:g} s ({name})"
+                telemetry.note_overrun(message, self.consumer)
                 self._leave(running, [self._rejection(each, reason) for each in running.messages])
+                self._stopper.wake()
+
+    def _all_hang(self) -> bool:
+        """Return whether there is no place for another handler, as all have run for many leases."""
+        return sum(running.is_logged for running in list(self._running)) >= self.concurrency
 
     def _end_cancelled(self, client: PgqueClient, batch: Batch[Message]) -> None:
         """End the handlers of messages that were cancelled. The call of a batch handler goes on, for its
         other messages."""
-        for running in [each for each in self._running if each.item.batch is batch]:
+        for running in [each for each in list(self._running) if each.item.batch is batch]:
             message = running.messages[0]
             if running.item.together or self._has_message(client, message) or not self._claim(running):
                 continue
@@ -817,7 +826,7 @@ class Runtime:
                 message.msg_id,
                 message.type,
                 message.queue,
-                self._pool.abandoned,
+                self._left,
             )
             self._leave(running, [None])
 
@@ -839,8 +848,16 @@ class Runtime:
         for message, outcome in zip(running.messages, outcomes, strict=True):
             self._finished.append((running.item.batch, message.msg_id, outcome))
             telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
-        self._pool.abandon(running.place)
+        if self._guard is None:
+            self._pool.abandon(running.place)
+        else:
+            self.stop()
         self._pool.put(running.others())  # their transaction is lost
+
+    @property
+    def _left(self) -> str:
+        """What becomes of a handler that is left, for the log."""
+        return self._pool.abandoned if self._guard is None else "its process is ended"
 
     def _limit(self, message: Message) -> tuple[float, str | None]:
         """Return after how many seconds the handler of a message runs for too long, and the name of that
@@ -850,7 +867,7 @@ class Runtime:
             return own, "timeout"
         if self.handler_timeout is not None:
             return encode.total_seconds(self.handler_timeout), "handler_timeout"
-        return _LONG * self._lease_seconds, None
+        return _LONG * self._usual_lease, None
 
     def _collect(self) -> None:
         """Record the outcomes of handlers in their batches, and set the size of the next ones by how long
@@ -903,6 +920,13 @@ class Runtime:
         self._running.add(running)
         return running
 
+    def _note_started(self, running: Running, messages: Sequence[Message]) -> None:
+        """Take note that a handler begins."""
+        running.note_started(messages)
+        if self._guard is not None:
+            limit, name = self._limit(messages[0])
+            self._guard.arm(math.inf if name is None else limit)
+
     def _claim(self, running: Running) -> bool:
         """Take a running item, whose outcome counts for whoever takes it: its thread or task, or the session,
         which rejects what runs for too long."""
@@ -910,6 +934,8 @@ class Runtime:
             self._running.remove(running)
         except KeyError:
             return False
+        if self._guard is not None:
+            self._guard.disarm()
         return True
 
     def _is_ending(self, running: Running) -> bool:
@@ -932,12 +958,12 @@ class Runtime:
                 self._log_expired(batch)
             elif self.transactional and not more:
                 running = self._start(item)
-                running.since = math.inf  # until it has a connection
                 outcomes, again = self._transactions.handle(running)
             elif (handler := self._handlers.of(messages[0])) is None:
                 outcomes = {message.msg_id: self._unhandled(message) for message in messages}
             else:
                 running = self._start(item)
+                self._note_started(running, messages)
                 with telemetry.handling(messages, self.consumer):
                     outcomes = self._call(handler, messages, *more)
         except BaseException as error:

@@ -90,6 +90,9 @@ class Owner(Protocol):
     def _rejection(self, message: Message, reason: str) -> MessageOutcome:
         """Return the outcome of a message that is rejected for a reason."""
 
+    def _note_started(self, running: Running, messages: Sequence[Message]) -> None:
+        """Take note that a handler begins."""
+
     def _is_ending(self, running: Running) -> bool:
         """Return whether the outcome of an item that runs does not count any more."""
 
@@ -132,10 +135,20 @@ class Transactions:
         self._logged: str | None = None
 
     def close(self) -> None:
-        """Close the connections that no handler has."""
+        """Close the connections that no handler has, and each when its handler has ended."""
         self._is_closed = True
-        while self._idle:
-            self._idle.pop().close()
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close the connections that no handler has."""
+        while (client := self._pop_idle()) is not None:
+            client.close()
+
+    def _pop_idle(self) -> PgqueClient | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def handle(self, running: Running) -> tuple[Outcomes, Sequence[Item]]:
         """Run the handlers of an item. Return the outcomes that are to be reported, None for those that are
@@ -168,11 +181,9 @@ class Transactions:
         worker's own connection finds out whether that helps."""
         growing = pauses(_MAX_PAUSE)
         while not self._owner._stopper.is_set():
-            if self._idle:
-                client = self._idle.pop()
-                if not client.conn.closed:
-                    return client
-                continue
+            while (idle := self._pop_idle()) is not None:
+                if not idle.conn.closed:
+                    return idle
             try:
                 client = self._opening()
                 self._logged = None
@@ -207,7 +218,7 @@ class Transactions:
                     outcomes.update((message.msg_id, RELEASE) for message in of_call)
                     continue
                 begun.extend(of_call)
-                running.note_started(of_call)
+                self._owner._note_started(running, of_call)
                 outcomes.update(self._handle_call(client, running, check))
             running.is_reporting = self._owner._claim(running)
             if not running.is_reporting:

@@ -1,0 +1,1 @@
+procrastinate --app=retries.app schema --apply
