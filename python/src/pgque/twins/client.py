@@ -56,6 +56,9 @@ class PgqueClient(Calling, Flat):
     neither commits nor closes it, and all calls belong to your transaction. The first call checks the version
     of the SQL side.
 
+    Further methods are in groups, such as `client.dlq.requeue`: `admin`, `archived`, `consumers`, `dlq`,
+    `messages`, `monitor`, `pgq`, `recurring`.
+
     A method that fails raises a subclass of `PgqueError`, chosen by SQLSTATE. Lengths of time are seconds
     (int, float) or a timedelta.
 
