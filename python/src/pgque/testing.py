@@ -336,7 +336,7 @@ def _prepared(
 
 def _worker_of(handler: Callable[..., object], is_one: bool, transactional: bool) -> Runtime | AsyncRuntime:
     """Return the worker of a task, or one that has a function as its only handler."""
-    if isinstance(handler, Task):
+    if isinstance(handler, Task) and isinstance(handler._worker, (Runtime, AsyncRuntime)):
         return handler._worker
     made = AsyncWorker if inspect.iscoroutinefunction(handler) else Worker
     worker: Any = made(queue="test", consumer="test", transactional=transactional)
