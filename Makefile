@@ -35,7 +35,7 @@ demo: $(VENV)/.run ## Run the demo; KEEP=1 leaves the server and its web page up
 
 pipeline: ## Real records through Spark, exactly once; KILL=2 kills the streaming job twice, KEEP=1, SERVER= as above
 	@$(SUPPORT)/spark.sh newest
-	@$(VENV)/spark/bin/python -m pgque.demo.pipeline --plot build/pipeline.svg \
+	@PYTHONPATH=$(CURDIR)/tests/examples $(VENV)/spark/bin/python -m pipeline --plot build/pipeline.svg \
 	  $(if $(KILL),--kill $(KILL)) $(if $(KEEP),--keep) $(if $(SERVER),--server $(SERVER)) $(ARGS)
 
 test: $(VENV)/.test ## Run the tests on whatever server is found (TESTS=folder, ARGS= for pytest, JOBS=processes)
@@ -108,7 +108,7 @@ format: $(VENV)/.lint ## Format the Python files
 	@$(BIN)/ruff check --quiet --fix python tests
 
 # The pages, and what they link to, in the folders that they have here
-PAGES := README.md CHANGELOG.md LICENSE sql python/README.md python/SPARK.md python/docs python/src/pgque/demo/pipeline/job.py \
+PAGES := README.md CHANGELOG.md LICENSE sql python/README.md python/SPARK.md python/docs \
          tests/bench/results tests/examples tests/image/compose.yaml tests/python/test_calls_pgbouncer.py tests/python/test_poolers.py $(addprefix tests/support/,documents.py reference_examples.sql)
 
 docs: $(VENV)/docs/.ready ## Build the site of the documents in build/docs; fails for a link that leads nowhere

@@ -12,7 +12,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "pgque"
 SOURCES = (
-    "client/client.py",
+    *("client/calling.py", "client/client.py", "client/flat.py"),
+    *("client/admin.py", "client/archived.py", "client/consumers.py", "client/dlq.py", "client/messages.py"),
+    *("client/monitor.py", "client/pgq.py", "client/recurring.py"),
     "client/connection.py",
     "runtime/listen.py",
     "runtime/exchange.py",
@@ -46,7 +48,8 @@ RULES = [
     (r"\bAsync(Limited)?Connection\b", r"\1Connection"),
     (r"\bAsyncRetrying\b", "Retrying"),
     (r"\bAsyncPgqueClient\b", "PgqueClient"),
-    (r"\bAsync(Consumer|Runtime|Transactions)\b", r"\1"),
+    (r"\bAsync(Consumer|Runtime|Transactions|Calling|Flat|Group)\b", r"\1"),
+    (r"\bAsync(Admin|Archived|Consumers|Dlq|Messages|Monitor|Pgq|Recurring)\b", r"\1"),
     (r"\bAsyncStopper\b", "Stopper"),
     (r"\bAsyncHandler\b", "Handler"),
     (r"\bAsyncTransactionalHandler\b", "TransactionalHandler"),

@@ -7,13 +7,13 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import psycopg
 import pytest
 
 import pgque
-from pgque.client.renamed import Renamed
 
 Tick = Callable[[str], int | None]
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -24,11 +24,21 @@ def client(conn: Connection) -> pgque.PgqueClient:
     return pgque.PgqueClient(conn)
 
 
-# Names of 0.6 with a warning: class without "Async", old name, new name.
-RENAMED = [
-    ("PgqueClient", "queue_info", "get_queue_info"),
-    ("PgqueClient", "consumer_info", "get_consumer_info"),
-]
+# The client's methods before it had groups, and those of 0.6 that were renamed then.
+STAY = """
+    ack archive cancel dead extend force_next_tick nack peek receive receive_coop release send send_batch send_idem
+    set_visibility subscribe subscribe_subconsumer ticker ticker_all touch_subconsumer unsubscribe
+    unsubscribe_subconsumer close conn connect from_pool"""
+EARLIER = """
+    alter_queue archive_list archive_poison archive_purge archive_replay batch_retry consumer_lags create_queue
+    create_recurring delete_expired dlq_delete dlq_inspect dlq_purge dlq_reasons dlq_replay dlq_replay_all dlq_requeue
+    dlq_requeue_all drop_queue drop_recurring event_retry expire_messages finish_batch get_batch_events get_batch_info
+    get_consumer_info get_message get_queue_info grant_queue health list_actions list_messages list_poison
+    list_recurring list_workers maint message_status metrics my_rights next_batch pause pause_recurring purge purge_key
+    queue_config queue_rates queue_settings reclaim rename_queue resume resume_recurring retry_now revoke_queue
+    run_recurring seek_to_time set_default_config set_history set_key_concurrency set_queue_config set_schedule
+    share_consumer start status stop unshare_consumer version consumer_info queue_info"""
+GROUPS = {"admin", "archived", "consumers", "dlq", "messages", "monitor", "pgq", "recurring"}
 
 # Python has no overloading, so the second form of ticker() has a name of its own.
 NOT_NAMED_AS_IN_SQL = {
@@ -40,30 +50,42 @@ NOT_NAMED_AS_IN_SQL = {
 }
 
 
-def test_an_old_name_works_and_warns_with_the_new_one(dsn: str, client: pgque.PgqueClient) -> None:
-    found = {
-        (name.removeprefix("Async"), old)
-        for name in pgque.__all__
-        if inspect.isclass(getattr(pgque, name))
-        for old, value in vars(getattr(pgque, name)).items()
-        if isinstance(value, Renamed)
-    }
-    assert found == {(owner, old) for owner, old, _ in RENAMED}
+def test_an_earlier_name_of_the_client_is_the_method_of_its_group_and_warns_with_the_new_one(
+    dsn: str, client: pgque.PgqueClient
+) -> None:
+    def public(owner: type) -> set[str]:
+        return {name for base in owner.__mro__[:-1] for name in vars(base) if not name.startswith("_")}
 
-    async def call(name: str) -> object:
+    for owner in (pgque.PgqueClient, pgque.AsyncPgqueClient):
+        assert public(owner) == {*STAY.split(), *EARLIER.split(), *GROUPS}
+        other = owner(client.conn)  # type: ignore[arg-type]
+        news = set()
+        for old in EARLIER.split():
+            with pytest.warns(
+                DeprecationWarning, match=rf"^{owner.__name__}\.{old} is now called \w+\.\w+$"
+            ) as caught:
+                method = getattr(other, old)
+            assert caught[0].filename == __file__
+            group, _, new = str(caught[0].message).rpartition(" ")[2].partition(".")
+            assert method.__func__ is getattr(getattr(other, group), new).__func__
+            news.add((group, new))
+        assert news == {(group, new) for group in GROUPS for new in public(type(getattr(other, group)))}
+
+    async def count() -> int:
         async with await pgque.connect_async(dsn) as other:
-            return await getattr(other, name)()
+            with pytest.warns(DeprecationWarning, match="consumers.get_info"):
+                return len(await other.consumer_info())
 
-    for owner, old, new in RENAMED:
-        with pytest.warns(DeprecationWarning, match=rf"^{owner}\.{old} is now called {new}$") as caught:
-            assert type(getattr(client, old)()) is list
-        assert caught[0].filename == __file__
-        with pytest.warns(DeprecationWarning, match=rf"^Async{owner}\.{old} is now called {new}$"):
-            assert type(asyncio.run(call(old))) is list
+    with pytest.warns(DeprecationWarning, match="consumers.get_info"):
+        assert len(client.get_consumer_info()) == asyncio.run(count())
+
+
+GROUP_CLASSES = [type(getattr(pgque.PgqueClient, group).fget(None)) for group in sorted(GROUPS)]
 
 
 @pytest.mark.parametrize(
-    "owner", [pgque.PgqueClient, pgque.AsyncPgqueClient, pgque.WorkQueue, pgque.WorkMessage]
+    "owner",
+    [pgque.PgqueClient, pgque.AsyncPgqueClient, pgque.WorkQueue, pgque.WorkMessage, *GROUP_CLASSES],
 )
 def test_a_method_has_the_name_of_the_function_that_it_calls(owner: type) -> None:
     called = {
@@ -72,8 +94,18 @@ def test_a_method_has_the_name_of_the_function_that_it_calls(owner: type) -> Non
         if inspect.isfunction(method)
         and (match := re.search(r"Calls\s+`pgque\.(\w+)`", method.__doc__ or ""))
     }
-    assert "send" in called or "ack" in called
-    different = {name: function for name, function in called.items() if name != function}
+    assert called
+    # In a group, without the word that the group says
+    said = (
+        {"archive", "consumer", "dlq", "message", "messages", "recurring"}
+        if owner in GROUP_CLASSES
+        else set()
+    )
+    different = {
+        name: function
+        for name, function in called.items()
+        if name not in (function, "_".join(word for word in function.split("_") if word not in said))
+    }
     assert different.items() <= {**NOT_NAMED_AS_IN_SQL, "messages": "receive"}.items()
 
 
@@ -153,3 +185,60 @@ def test_send_batch_takes_the_order_of_send_and_the_earlier_one(
             wrong(queue, *arguments, **options)
     with pytest.raises(ValueError, match="one type"):
         send(queue, [pgque.Event("e", "a"), "b"])
+
+
+def test_an_earlier_name_of_an_error_is_its_class_without_a_warning() -> None:
+    errors = {
+        name for name in pgque.__all__ if isinstance(getattr(pgque, name), type) and name.startswith("Pgque")
+    }
+    earlier = {name for name in errors if f"{name}Error" in errors}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in earlier:
+            assert getattr(pgque, name) is getattr(pgque, f"{name}Error") is getattr(pgque.errors, name)
+            assert getattr(pgque, name).__name__ == f"{name}Error"
+    assert {name for name in errors if not name.endswith("Error")} == {*earlier, "PgqueClient"}
+    assert len(earlier) == 16
+    part_a = {
+        "PgqueQueueNotFound",
+        "PgqueConsumerNotFound",
+        "PgqueBatchNotFound",
+    }  # the earlier names of api.md
+    assert part_a <= earlier
+
+
+def test_retry_after_has_one_name_and_its_earlier_one_warns(
+    dsn: str, client: pgque.PgqueClient, queue: str, tick: Tick
+) -> None:
+    """The earlier argument is `after`."""
+    with pytest.warns(DeprecationWarning, match="after of Retry is now called retry_after") as caught:
+        retry = pgque.Retry(after=60, reason="busy")
+        assert retry.after == retry.retry_after == pgque.Retry(60).retry_after
+        retry.after = None
+    assert retry.retry_after is None
+    assert [each.filename for each in caught] == [__file__] * 3
+    client.subscribe(queue, "c")
+    client.send_batch(queue, ["a", "b"])
+    tick(queue)
+
+    async def reject() -> None:
+        async with pgque.AsyncWorkQueue(dsn, queue, consumer="c") as work:
+            async for message in work.messages(timeout=0):
+                with pytest.warns(
+                    DeprecationWarning, match="after of nack is now called retry_after"
+                ) as caught:
+                    assert await message.nack(after=3600, reason="busy")
+                assert caught[0].filename == __file__
+                break
+
+    asyncio.run(reject())
+    with pgque.WorkQueue(dsn, queue, consumer="c") as work:
+        for message in work.messages(timeout=0):
+            with pytest.warns(DeprecationWarning, match="after of nack is now called retry_after") as caught:
+                assert message.nack(after=3600, reason="busy")
+            assert caught[0].filename == __file__
+    retried = client.messages.list(queue, "retry")
+    assert [each.last_error for each in retried] == ["busy"] * 2
+    for each in retried:
+        assert each.available_at and each.created_at
+        assert each.available_at - each.created_at > timedelta(minutes=50)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import metadata
 from importlib.resources import files
@@ -93,6 +94,17 @@ print(json.dumps(told))
     told = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
     assert {name for name, warned in told.items() if not warned} == {"embedded", "exporter"}
     assert told["workers"] == ["the module pgque.workers is now pgque.twins.workers"]
+
+
+def test_an_earlier_module_path_that_is_documented_has_types() -> None:
+    """`make check` runs mypy over this."""
+    import pgque.embedded
+    import pgque.exporter
+    from pgque.exporter import render
+
+    functions: list[Callable[..., bytes]] = [render, pgque.exporter.render]
+    assert functions == [pgque.ops.exporter.render] * 2
+    assert pgque.embedded is pgque.ops.embedded
 
 
 def test_the_client_and_the_command_are_found_where_they_were_before_these_were_folders() -> None:

@@ -323,10 +323,10 @@ def test_this_version_names_the_way_to_upgrade_an_earlier_database_and_then_work
 
 def test_a_function_that_the_database_lacks_is_named_with_the_command_that_installs(own_dsn: str) -> None:
     with pgque.connect(own_dsn, autocommit=True) as client:
-        client.create_queue("q")
+        client.admin.create_queue("q")
         client.conn.execute("drop function pgque.list_poison")
         with pytest.raises(pgque.PgqueVersionError, match=r"pgque\.list_poison") as caught:
-            client.list_poison("q")
+            client.dlq.list_poison("q")
         assert "pgque install --dsn" in str(caught.value.hint)
         assert caught.value.sqlstate == "42883"
         client.conn.execute("select pgque.uninstall()")
@@ -337,7 +337,7 @@ def test_a_function_that_the_database_lacks_is_named_with_the_command_that_insta
 
 def test_an_error_in_sql_of_the_callers_own_is_not_taken_for_a_wrong_version(own_dsn: str) -> None:
     with pgque.connect(own_dsn, autocommit=True) as client:
-        client.create_queue("q")
+        client.admin.create_queue("q")
         client.conn.execute(
             "create function no_good() returns trigger language plpgsql as"
             " $$ begin perform no_such_function(); return new; end $$"

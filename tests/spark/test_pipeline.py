@@ -15,10 +15,12 @@ from xml.etree import ElementTree
 import psycopg
 import pytest
 
+from examples.pipeline import TABLES, records
+from examples.pipeline.report import checks
 from pgque import PgqueClient
-from pgque.demo.pipeline import TABLES, records
-from pgque.demo.pipeline.report import checks
 from pgque.ops.install import install
+
+PATH = {"PYTHONPATH": str(Path(__file__).parents[1] / "examples")}
 
 
 def _run(tmp_path: Path, *arguments: str, timeout: float = 400, **env: str) -> tuple[int, str, Path]:
@@ -28,7 +30,7 @@ def _run(tmp_path: Path, *arguments: str, timeout: float = 400, **env: str) -> t
         [
             sys.executable,
             "-m",
-            "pgque.demo.pipeline",
+            "pipeline",
             "--server",
             "embedded",
             "--plot",
@@ -37,7 +39,7 @@ def _run(tmp_path: Path, *arguments: str, timeout: float = 400, **env: str) -> t
         ],
         capture_output=True,
         text=True,
-        env={**os.environ, **env},
+        env={**os.environ, **PATH, **env},
         timeout=timeout,
         check=False,
     )
@@ -74,17 +76,18 @@ def test_a_few_records_go_through_with_a_kill_on_the_way(tmp_path: Path) -> None
 @pytest.mark.long  # a second run of the whole pipeline; the test above kills the job
 @pytest.mark.timeout(420)
 def test_a_job_that_ends_by_itself_is_started_again(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pgque.demo.pipeline", "--server", "embedded", "--records", "300"]
+    command = [sys.executable, "-m", "pipeline", "--server", "embedded", "--records", "300"]
     with subprocess.Popen(
         [*command, "--plot", str(tmp_path / "plot.svg")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env={**os.environ, **PATH},
     ) as run:
         jobs: list[str] = []
         while run.poll() is None and not jobs:
             time.sleep(0.2)
-            find = ["pgrep", "-P", str(run.pid), "-f", "pgque.demo.pipeline.job"]
+            find = ["pgrep", "-P", str(run.pid), "-f", "pipeline.job"]
             jobs = subprocess.run(find, capture_output=True, text=True, check=False).stdout.split()
         for job in jobs:
             os.killpg(int(job), signal.SIGKILL)  # and its JVM
@@ -155,7 +158,7 @@ def test_the_comparison_notices_what_is_lost_doubled_or_changed(fresh_dsn: str) 
     install(fresh_dsn)
     with psycopg.connect(fresh_dsn, autocommit=True) as conn:
         client = PgqueClient(conn)
-        client.create_queue("packages")
+        client.admin.create_queue("packages")
         client.subscribe("packages", "totals")
         ids = client.send_batch("packages", "stanza", stanzas)
         client.force_next_tick("packages")

@@ -163,6 +163,7 @@ def environment(dsn: str, path: list[Path]) -> dict[str, str]:
         "PATH": os.pathsep.join([*map(str, path), os.environ["PATH"]]),
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": "",
+        "PYTHONWARNINGS": "error::DeprecationWarning:__main__",  # a page uses no earlier name
         "NO_COLOR": "1",
         "COLUMNS": "80",  # some runners of tests set it, and tables fit themselves to it
     }

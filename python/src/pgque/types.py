@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, cast, overload
 
-from .codec import convert as _convert
+from .codec.convert import MisfitError, converter, name_of
 from .codec.decode import parse_json
 from .errors import PgquePayloadError
 
@@ -120,17 +120,17 @@ class Message(_Decoding, Generic[T_co]):
         Raises TypeError for a type that no payload becomes, such as a list of Structs (put the list into a
         Struct), and ImportError if pydantic is missing or older than 2.10: `pip install "./python[typed]"`.
         """
-        convert = _convert.converter(model)
+        convert = converter(model)
         try:
             if hasattr(self, "_decoder"):
                 return convert(self._decoded(), False)
             return convert(self.payload if self.payload_bytes is None else self.payload_bytes, True)
         except RecursionError:
             problem, cause = "payload: nested too deeply", None
-        except _convert.Misfit as misfit:
+        except MisfitError as misfit:
             problem, cause = str(misfit), misfit.__cause__
         raise PgquePayloadError(
-            f"message {self.msg_id} does not fit {_convert.name_of(model)}: {problem}", queue=self.queue
+            f"message {self.msg_id} does not fit {name_of(model)}: {problem}", queue=self.queue
         ) from cause
 
     def _decoded(self) -> object:
@@ -338,10 +338,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class QueuedMessage:
-    """Describe a message as `list_messages` and `get_message` return it, once for each consumer.
+    """Describe a message as `list` and `get` of `client.messages` return it, once for each consumer.
 
     `status` is pending, processing, delayed, retry, expired, dead, failed or archived. `dl_id` is set if it
-    is a dead letter; pass it to `dlq_requeue`.
+    is a dead letter; pass it to `client.dlq.requeue`.
     """
 
     msg_id: int
@@ -381,7 +381,7 @@ class MessageStatus:
 class PoisonMessage:
     """Describe a message that was delivered more than once without an outcome, or was given up for that.
 
-    `dl_id` is set if it is a dead letter; pass it to `dlq_requeue`.
+    `dl_id` is set if it is a dead letter; pass it to `client.dlq.requeue`.
     """
 
     msg_id: int
@@ -414,11 +414,12 @@ class ArchivedMessage:
 
 @dataclass(frozen=True, slots=True)
 class RecurringMessage:
-    """Describe a message that the ticker sends at its times, as `list_recurring` returns it.
+    """Describe a message that the ticker sends at its times, as `client.recurring.list` returns it.
 
     `status` is active, paused, failing (the last attempt failed with `last_error`; the ticker tries again) or
     ended. `next_run` is None while it is paused or ended. `last_run` and `last_msg_id` are those of the last
-    message. `registered_at` is the time of the last `create_recurring`, which a Worker calls when it starts.
+    message. `registered_at` is the time of the last `client.recurring.create`, which a Worker calls when it
+    starts.
     """
 
     name: str
@@ -508,7 +509,7 @@ class DeadReason:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Count the messages that `dlq_replay_all` sent again, and those that it could not send."""
+    """Count the messages that `client.dlq.replay_all` sent again, and those that it could not send."""
 
     replayed: int
     failed: int

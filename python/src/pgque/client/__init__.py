@@ -1,6 +1,8 @@
 """The client for asyncio, where each method is one call of one SQL function, and what opens connections.
 
-`client` has AsyncPgqueClient, and `statements` the SQL that it shares with `pgque.transaction`.
+`client` has AsyncPgqueClient, and `admin`, `archived`, `consumers`, `dlq`, `messages`, `monitor`, `pgq` and
+`recurring` its groups. `calling` is how they call, `flat` gives methods of groups their earlier names, and
+`statements` has the SQL that the client shares with `pgque.transaction`.
 `connection`, `dsn`, `limit`, `direct` and `backoff` open connections, open them again, and bound how long a
 call may take. Public are the names in `pgque`, and here the two that this module had before it was a
 folder.

@@ -1,4 +1,4 @@
-"""python -m pgque.demo.pipeline: run the pipeline."""
+"""make pipeline: run the pipeline."""
 
 from __future__ import annotations
 

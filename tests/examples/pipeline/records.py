@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..files import library_files
+from pgque.demo.files import library_files
 
 _FEW = 1000  # records from which on an index is worth having
 _EXPECTED = ("Package", "Version", "Section", "Maintainer", "Installed-Size")
