@@ -36,6 +36,7 @@ from support import pgbouncer
 from support.documents import ROOT
 from support.processes import own_folder
 from support.servers import TestServer
+from support.silent import silent_path
 
 WaitUntil = Callable[..., None]
 # What a worker of a test does without at its start
@@ -274,6 +275,44 @@ def test_a_worker_that_is_told_to_stop_returns_at_once_what_it_has_not_begun(
     assert shop.done(f"packed {queue}%") == [f"packed {queue} first, at first"]
     assert shop.statuses(queue) == {"retry": 2}
     app.close()
+
+
+# A worker for each kind of pool has to start and to end.
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["solo", "threads", "gevent", "eventlet"])
+def test_each_kind_of_pool_runs_tasks_and_ends_in_order(shop: Shop, wait_until: WaitUntil, pool: str) -> None:
+    app = shop.app
+    with shop.worker("-P", pool, "-c", "2", "-Q", pool, "-n", f"{pool}@here") as worker:
+        app.send_task("tasks.flaky", [1], queue=pool)
+        for serializer in ("json", "msgpack", "yaml"):
+            for compression in (None, "gzip"):
+                what = f"{pool} {serializer} {compression}"
+                app.send_task(
+                    "tasks.note", [what], queue=pool, serializer=serializer, compression=compression
+                )
+        wait_until(lambda: len(shop.done(f"{pool} %")) == 6, "the tasks", 60)
+        wait_until(lambda: shop.done("flaky 1"), "the retry", 30)
+        ping = app.control.inspect([f"{pool}@here"], timeout=30, limit=1).ping()
+        assert ping == {f"{pool}@here": {"ok": "pong"}}
+        wait_until(lambda: shop.statuses(pool) == {}, "the acknowledgements", 30)
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0
+    shop.rows("delete from done where what = 'flaky 1' returning 1")
+    app.close()
+
+
+# A worker has to find out that the database is silent.
+@pytest.mark.slow
+def test_a_worker_ends_although_the_database_does_not_answer(shop: Shop, wait_until: WaitUntil) -> None:
+    with silent_path(shop.dsn) as path:
+        url = broker_url(path.dsn, connect_timeout="2")
+        with shop.worker("-c", "1", SHOP_BROKER=url, SHOP_COMMAND_TIMEOUT="1") as worker:
+            log = max(shop.folder.glob("*.log"), key=lambda file: file.stat().st_mtime)
+            path.silence()
+            # A heartbeat is due every two seconds, and each try takes as long.
+            wait_until(lambda: log.read_text().count("next try") > 2, "attempts to connect", 60)
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(60) == 0
 
 
 # -- the transport --------------------------------------------------------------------------------

@@ -86,6 +86,25 @@ def test_a_handler_continues_the_trace_of_the_sender(
     assert handled.attributes["messaging.destination.name"] == queue
 
 
+def test_the_span_of_a_batch_is_linked_to_those_of_the_senders(
+    dsn: str, client: pgque.PgqueClient, queue: str, tick: Tick, spans: InMemorySpanExporter
+) -> None:
+    client.subscribe(queue, "c")
+    senders = []
+    for name in ("first", "second"):
+        with trace.get_tracer("test").start_as_current_span(name) as sender:
+            client.send(queue, name)
+        senders.append(sender.get_span_context().span_id)
+    client.send(queue, "untraced")
+    tick(queue)
+    worker = pgque.Worker(dsn, queue=queue, consumer="c")
+    worker.batch_handler("*")(lambda messages: None)
+    worker.run(until_idle=True)
+    [span] = [span for span in spans.get_finished_spans() if span.kind is trace.SpanKind.CONSUMER]
+    assert [link.context.span_id for link in span.links] == senders
+    assert span.attributes is not None and span.attributes["messaging.batch.message_count"] == 3
+
+
 def test_a_failure_is_recorded_in_the_span_and_async_handlers_have_one_too(
     dsn: str, client: pgque.PgqueClient, queue: str, tick: Tick, spans: InMemorySpanExporter
 ) -> None:

@@ -720,3 +720,33 @@ def test_a_worker_that_ended_by_an_error_works_when_it_is_run_again(
     with running(worker):
         wait_until(lambda: client.list_messages(subscribed) == [], timeout=20)
     release.set()
+
+
+def test_a_cancellation_that_comes_with_the_outcome_of_a_handler_ends_an_async_worker(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick
+) -> None:
+    """In whichever step of the event loop: asyncio.wait_for() of Python 3.10 and 3.11 forgets it in one."""
+
+    async def cancelled_after(steps: int) -> bool:
+        worker = pgque.AsyncWorker(dsn, queue=subscribed, consumer="c")
+        task = asyncio.ensure_future(worker.run())
+
+        def step(left: int) -> None:
+            if left == 0:
+                task.cancel()
+            else:
+                asyncio.get_running_loop().call_soon(step, left - 1)
+
+        @worker.handler("*")
+        async def handle(message: pgque.Message) -> None:
+            await asyncio.sleep(0.1)
+            step(steps)
+
+        _send(client, subscribed, tick, "x")
+        await asyncio.wait([task], timeout=10)
+        worker.stop()
+        with suppress(asyncio.CancelledError):
+            await task
+        return task.cancelled()
+
+    assert [steps for steps in range(6) if not asyncio.run(cancelled_after(steps))] == []

@@ -20,7 +20,7 @@ from psycopg.conninfo import make_conninfo
 
 import pgque
 from pgque import exporter
-from pgque.codec import encode as _encode
+from pgque.client.limit import LimitedConnection
 from pgque.ops import ticker
 from support.processes import ended
 from support.silent import SilentPath, silent_path
@@ -274,16 +274,17 @@ def test_a_call_without_a_response_is_an_error_with_a_hint(path: SilentPath, que
         assert client.conn.closed
 
 
-def test_a_client_is_not_opened_over_a_path_that_goes_silent_after_its_first_statements(
+def test_a_client_is_not_opened_over_a_path_that_goes_silent_after_its_login(
     path: SilentPath, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
 ) -> None:
-    check = _encode.check_version
+    connect = LimitedConnection.connect
 
-    def check_and_silence(*versions: Any) -> None:
-        check(*versions)
+    def connect_and_silence(*given: Any, **options: Any) -> Any:
+        conn = connect(*given, **options)
         path.silence()
+        return conn
 
-    monkeypatch.setattr(_encode, "check_version", check_and_silence)
+    monkeypatch.setattr(LimitedConnection, "connect", connect_and_silence)
     raised: list[pgque.PgqueConnectionError] = []
 
     def open_client() -> None:

@@ -87,7 +87,7 @@ def test_a_handler_is_ended_though_its_worker_waits_for_the_database(
 ) -> None:
     began, go, release = threading.Barrier(3), threading.Event(), threading.Event()
     named = make_conninfo(dsn, application_name="waits")
-    worker = made(named, queue=pool, consumer="c", concurrency=2, handler_timeout=1)
+    worker = made(named, queue=pool, consumer="c", concurrency=2, handler_timeout=2)
 
     def handle(message: pgque.Message) -> None:
         began.wait(10)
@@ -101,7 +101,7 @@ def test_a_handler_is_ended_though_its_worker_waits_for_the_database(
         holder.execute("lock table pgque.subscription in access exclusive mode")
         go.set()
         wait_until(lambda: _waits_for_a_lock(conn, "waits"), "the outcome of the other message waits")
-        wait_until(lambda: "ran longer than 1 s" in caplog.text)
+        wait_until(lambda: "ran longer than 2 s" in caplog.text)
         assert _waits_for_a_lock(conn, "waits")
         holder.execute("commit")
         wait_until(lambda: len(client.dlq_inspect(pool)) == 1)

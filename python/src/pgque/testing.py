@@ -35,7 +35,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from .codec import encode as _encode
+from .codec import encode
 from .codec.decode import parse_json
 from .errors import PgqueBadArgument
 from .ops import embedded
@@ -336,7 +336,7 @@ def _prepared(
 
 def _worker_of(handler: Callable[..., object], is_one: bool, transactional: bool) -> Runtime | AsyncRuntime:
     """Return the worker of a task, or one that has a function as its only handler."""
-    if isinstance(handler, Task):
+    if isinstance(handler, Task) and isinstance(handler._worker, (Runtime, AsyncRuntime)):
         return handler._worker
     made = AsyncWorker if inspect.iscoroutinefunction(handler) else Worker
     worker: Any = made(queue="test", consumer="test", transactional=transactional)
@@ -349,8 +349,8 @@ def _message(
     worker: Runtime | AsyncRuntime, number: int, type: str, payload: Payload, options: CallOptions
 ) -> Message:
     """Return a message as it would be received."""
-    encoded, _ = _encode.payload_and_cast(payload, worker.encoder)
-    headers = _encode.headers_json(Event(type, None, options.get("headers")), worker.encoder)
+    encoded, _ = encode.payload_and_cast(payload, worker.encoder)
+    headers = encode.headers_json(Event(type, None, options.get("headers")), worker.encoder)
     retry_count = options.get("retry_count", 0)
     columns: dict[str, object] = {
         "msg_id": number,

@@ -14,8 +14,12 @@ import pgque.celery  # noqa: F401  # makes pgque:// known
 app = Celery("shop", broker=os.environ.get("SHOP_BROKER", "pgque://"))
 app.conf.update(
     task_ignore_result=True,
+    accept_content=["json", "msgpack", "yaml"],
     broker_connection_retry_on_startup=True,
-    broker_transport_options={"visibility_timeout": float(os.environ.get("SHOP_VISIBILITY_TIMEOUT", "30"))},
+    broker_transport_options={
+        "visibility_timeout": float(os.environ.get("SHOP_VISIBILITY_TIMEOUT", "30")),
+        "command_timeout": float(os.environ.get("SHOP_COMMAND_TIMEOUT", "30")),
+    },
     beat_schedule={"every second": {"task": "tasks.note", "schedule": 1.0, "args": ("beat",)}},
 )
 

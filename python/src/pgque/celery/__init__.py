@@ -8,6 +8,7 @@ The import makes the scheme `pgque` known to kombu. Where only settings can be c
 `broker_transport = "pgque.celery:Transport"` does so. What follows `pgque://` is what follows `postgresql://`
 in a URL of libpq: several hosts, `?sslmode=…`, `?service=…`. `pgque://` alone takes PGQUE_DSN or the PG*
 variables. With `broker_transport`, `broker_url` may also be a connection string: "host=db dbname=shop".
+Keep its password in a password file then: Celery hides only those in URLs from its reports and from Flower.
 
 A Celery queue is a queue of pgque with a consumer, whose workers share its messages. Remote control and
 events are read from the log of a queue `exchange.…`: each worker remembers how far it has read, and leaves

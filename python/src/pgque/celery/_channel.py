@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import celery
 from amqp import RecoverableConnectionError
 from amqp.protocol import queue_declare_ok_t
 from kombu.exceptions import ChannelError
@@ -29,6 +27,7 @@ from . import _bulk
 from ._logs import latest_tick
 from ._receiver import Receiver
 from ._wire import Raw, event_of
+from ._worker import is_known
 
 if TYPE_CHECKING:
     from ._transport import Transport
@@ -49,8 +48,8 @@ _REFUSED = {
 }
 
 _NEEDS_CONSUMER = (
-    "The role may not create the queue. As a pgque_admin: select pgque.create_queue('{queue}');"
-    " select pgque.subscribe('{queue}', '{consumer}');"
+    "The role may not create the queue, or it was dropped meanwhile. As a pgque_admin:"
+    " select pgque.create_queue('{queue}'); select pgque.subscribe('{queue}', '{consumer}');"
 )
 _NEEDS_LOG = "The role may not create the queue. As a pgque_admin: select pgque.create_queue('{queue}');"
 
@@ -341,7 +340,7 @@ class Channel(virtual.Channel):
         receiver = self.receiver
         if queue is not None and receiver is not None and queue not in self.broker.readers:
             name = self.broker.options.queue(queue)
-            receiver.cancel(self.channel_id, name, _is_known_to_worker)
+            receiver.cancel(self.channel_id, name, is_known)
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
         """Return one message, or None."""
@@ -372,15 +371,3 @@ class Channel(virtual.Channel):
         if not self.closed and (receiver := self.receiver) is not None:
             receiver.close_channel(self.channel_id)
         super().close()
-
-
-def _is_known_to_worker(task_id: str | None) -> bool:
-    """Return whether the worker of this process may still run a task. When it stops, it forgets those that it
-    has not begun, before it cancels its consumers; Celery before 5.7 forgets those that run, too."""
-    state = sys.modules.get("celery.worker.state")
-    if state is None or task_id is None or celery.VERSION[:2] < (5, 7):
-        return True
-    try:
-        return task_id in state.requests or any(it.id == task_id for it in tuple(state.active_requests))
-    except RuntimeError:  # the set has changed meanwhile, so something runs
-        return True

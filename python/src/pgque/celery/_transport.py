@@ -21,6 +21,7 @@ from ._logs import Log
 from ._options import Options, dsn_of, without_password
 from ._receiver import Receiver
 from ._wire import Raw
+from ._worker import is_stopping
 
 _EXCHANGE_TYPES = {name: kind(None) for name, kind in STANDARD_EXCHANGE_TYPES.items()}
 
@@ -78,9 +79,15 @@ class Transport(virtual.Transport):
         return {}
 
     def establish_connection(self) -> Transport:
-        """Connect to the database."""
-        with self.calls():
-            pass
+        """Connect to the database. Raises PgqueError, which kombu does not try again, where it cannot be
+        reached and the worker is to stop: Celery would try without end to send its heartbeat."""
+        try:
+            with self.calls():
+                pass
+        except PgqueConnectionError as error:
+            if is_stopping():
+                raise PgqueError(str(error)) from error
+            raise
         super().establish_connection()
         return self
 

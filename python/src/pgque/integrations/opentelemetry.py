@@ -140,8 +140,9 @@ class _OpenTelemetry:
             given = {"context": self._context(message)}
         else:
             attributes["messaging.batch.message_count"] = len(messages)
-            senders = [self._trace.get_current_span(self._context(each)) for each in messages]
-            given = {"links": [self._trace.Link(sender.get_span_context()) for sender in senders]}
+            spans = [self._trace.get_current_span(self._context(each)) for each in messages]
+            senders = [span.get_span_context() for span in spans]
+            given = {"links": [self._trace.Link(sender) for sender in senders if sender.is_valid]}
         tracer = self._trace.get_tracer("pgque", __version__)
         with tracer.start_as_current_span(
             f"process {message.queue}",

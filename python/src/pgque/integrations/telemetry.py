@@ -55,8 +55,6 @@ def handling(messages: Sequence[Message], consumer: str) -> AbstractContextManag
     observers = _observers
     if not observers:
         return _NOTHING
-    if len(observers) == 1:
-        return observers[0].handling(messages, consumer)
     stack = ExitStack()
     for observer in observers:
         stack.enter_context(observer.handling(messages, consumer))

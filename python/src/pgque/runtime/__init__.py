@@ -1,6 +1,6 @@
 """What runs handlers: AsyncWorker, AsyncWorkQueue, AsyncConsumer. Public are the names in `pgque`.
 
 `workers` and `consumer` are the two kinds, `runtime` the loop of both. `exchange` receives and reports
-`batches`, from `sources`; `handlers`, `middleware`, `retries` and `transactional` are about one message,
-`leases`, `listen`, `liveness`, `processes`, `concurrency` and `stopper` about the whole process.
+`batches`, from `sources`; `handlers`, `tasks`, `middleware`, `retries` and `transactional` are about one
+call, `leases`, `listen`, `liveness`, `processes`, `concurrency` and `stopper` about the whole process.
 """

@@ -273,8 +273,12 @@ class AsyncStopper(_Stop):
         self._loop = asyncio.get_running_loop()
         if self._stop.is_set() and not draining:
             return
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds)
+        # Not asyncio.wait_for(), which before Python 3.12 forgets a cancellation that comes with the wake.
+        timer = self._loop.call_later(seconds, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            timer.cancel()
 
     async def sleep(self, seconds: float) -> None:
         """Sleep, or less when stopped."""

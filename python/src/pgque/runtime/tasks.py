@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar
 
+from ..codec.json import Encoder
 from ..errors import PgqueBadArgument
 from ..transaction.calls import send_async, send_batch_async
 from ..twins.calls import send, send_batch
@@ -14,10 +15,6 @@ from ..types import Event, Seconds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from ..codec.json import Encoder
-    from ..twins.runtime import Runtime
-    from .runtime import AsyncRuntime
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -48,6 +45,12 @@ class SendManyOptions(TypedDict, total=False):
     encoder: Encoder | None
 
 
+class Owner(Protocol):
+    """The worker or consumer that a task belongs to."""
+
+    encoder: Encoder | None
+
+
 class Task(Generic[T, P, R]):
     """Send messages to a handler, or call it as the function that it is.
 
@@ -63,9 +66,7 @@ class Task(Generic[T, P, R]):
 
     __qualname__: str
 
-    def __init__(
-        self, handler: Callable[P, R], type: str, queue: str, worker: Runtime | AsyncRuntime
-    ) -> None:
+    def __init__(self, handler: Callable[P, R], type: str, queue: str, worker: Owner) -> None:
         functools.update_wrapper(self, handler)
         self._handler = handler
         self._worker = worker

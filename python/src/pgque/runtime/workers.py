@@ -34,7 +34,7 @@ from .concurrency import AsyncLock
 from .exchange import default_timeout, extend_if_due, report_and_receive, round_trip, wait
 from .listen import listen
 from .options import refuse
-from .runtime import AsyncRuntime
+from .runtime import LAST_REPORT_TIMEOUT, REPORT_INTERVAL, AsyncRuntime
 from .sources import Priority, Source
 from .stopper import AsyncStopper
 
@@ -42,12 +42,6 @@ log = logging.getLogger("pgque.worker")
 
 # Expired leases are not notified, so the queue is polled this often, in seconds.
 _POLL_INTERVAL = 1.0
-
-# Outcomes of a batch that is not finished are reported after so many seconds.
-_REPORT_INTERVAL = 1.0
-
-# Seconds beyond the time of a stop in which the server has to answer the last report.
-_LAST_REPORT_TIMEOUT = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -311,7 +305,7 @@ class AsyncWorkQueue:
                     yield message
                     if batch.is_open(message.msg_id):
                         batch.record([message.msg_id], ACK)
-                    if time.monotonic() - batch.reported_at > _REPORT_INTERVAL:
+                    if time.monotonic() - batch.reported_at > REPORT_INTERVAL:
                         async with self._lock:
                             await report_and_receive(client, self.consumer, [batch], None, delivery.message)
                 waiting_since = time.monotonic()
@@ -334,7 +328,7 @@ class AsyncWorkQueue:
                     client = await self._connected()
                     stopper = AsyncStopper()
                     stopper.set()
-                    with stopper.stop_deadline(client.conn, _LAST_REPORT_TIMEOUT):  # a lock may keep it
+                    with stopper.stop_deadline(client.conn, LAST_REPORT_TIMEOUT):  # a lock may keep it
                         await report_and_receive(client, self.consumer, [batch], None, delivery.message)
             except PgqueError as error:
                 log.warning("batch %s could not be released: %s", batch.batch_id, one_line(error))

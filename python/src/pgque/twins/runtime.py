@@ -66,10 +66,10 @@ R = TypeVar("R", bound=object)
 H = TypeVar("H", bound=Handler | TransactionalHandler)
 
 # Outcomes of a batch that is not finished are reported after so many seconds.
-_REPORT_INTERVAL = 1.0
+REPORT_INTERVAL = 1.0
 
 # Seconds beyond the time of a stop in which the server has to answer the last report.
-_LAST_REPORT_TIMEOUT = 1.0
+LAST_REPORT_TIMEOUT = 1.0
 
 # Longest wait in seconds: how often signs of life are given.
 _LONGEST_WAIT = 1.0
@@ -547,9 +547,9 @@ class Runtime:
         if remaining:
             stopper = Stopper()
             stopper.set()
-            client = self._connect(stopper, _LAST_REPORT_TIMEOUT)
+            client = self._connect(stopper, LAST_REPORT_TIMEOUT)
             try:
-                with stopper.stop_deadline(client.conn, 2 * _LAST_REPORT_TIMEOUT):
+                with stopper.stop_deadline(client.conn, 2 * LAST_REPORT_TIMEOUT):
                     report_and_receive(client, self.consumer, remaining, None, Message)
             finally:
                 client.close()
@@ -611,7 +611,7 @@ class Runtime:
         has_work = (
             self._running or self._finished or any(batch.has_outcomes for batch in self._batches.values())
         )
-        return (self.shutdown_timeout if has_work else GRACE) + _LAST_REPORT_TIMEOUT
+        return (self.shutdown_timeout if has_work else GRACE) + LAST_REPORT_TIMEOUT
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         self._sources.wake(queue_of(notify.channel))
@@ -634,7 +634,7 @@ class Runtime:
         to_report = [
             batch
             for batch in self._batches.values()
-            if batch.unfinished == 0 or stopping or now - batch.reported_at > _REPORT_INTERVAL
+            if batch.unfinished == 0 or stopping or now - batch.reported_at > REPORT_INTERVAL
         ]
         for batch in to_report:
             if batch.has_outcomes:
@@ -965,7 +965,7 @@ class Runtime:
                 running = self._start(item)
                 self._note_started(running, messages)
                 with _telemetry.handling(messages, self.consumer):
-                    outcomes = self._call(handler, messages, *more)
+                    outcomes = self._outcomes(handler, messages, self._called(handler, messages, *more))
         except BaseException as error:
             is_of_handler = isinstance(error, (Exception, SystemExit))
             if running is not None and (is_of_handler or not self._is_ending(running)):
@@ -988,17 +988,21 @@ class Runtime:
                     self._stopper.wake()  # to release them after a stop
                 self._wake_if_due()
 
-    def _call(
-        self, handler: Registered, messages: Sequence[Message], *more: object
+    def _called(self, handler: Registered, messages: Sequence[Message], *more: object) -> object:
+        """Call the handler of messages, with the hooks around it, and return what its result is to be awaited
+        of. Raises what the handler or a hook raises."""
+        if handler.options.size is None:
+            return self._middleware.call(handler.call, messages, messages[0], *more)
+        call = self._call_together
+        return self._middleware.call(call, messages, handler, messages, *more)
+
+    def _outcomes(
+        self, handler: Registered, messages: Sequence[Message], returned: object
     ) -> dict[int, MessageOutcome]:
-        """Call the handler of messages, with the hooks around it, and return their outcomes. Raises what the
-        handler or a hook raises."""
+        """Return the outcomes of messages, from what their handler returned."""
         if handler.options.size is None:
             message = messages[0]
-            returned = self._middleware.call(handler.call, messages, message, *more)
             return {message.msg_id: self._outcome(message, returned)}
-        call = self._call_together
-        returned = self._middleware.call(call, messages, handler, messages, *more)
         if isinstance(returned, Outcomes):
             ids = {message.msg_id for message in messages}
             if unknown := returned.keys() - ids:

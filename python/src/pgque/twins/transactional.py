@@ -77,10 +77,13 @@ class Owner(Protocol):
     def _unhandled(self, message: Message) -> MessageOutcome:
         """Return the outcome of a message without a handler."""
 
-    def _call(
-        self, handler: Registered, messages: Sequence[Message], *more: object
+    def _called(self, handler: Registered, messages: Sequence[Message], *more: object) -> object:
+        """Call the handler of messages, and return what its outcome is to be awaited of."""
+
+    def _outcomes(
+        self, handler: Registered, messages: Sequence[Message], returned: object
     ) -> dict[int, MessageOutcome]:
-        """Call the handler of messages, and return their outcomes."""
+        """Return the outcomes of messages, from what their handler returned."""
 
     def _outcomes_of_error(
         self, messages: Sequence[Message], error: BaseException
@@ -267,7 +270,8 @@ class Transactions:
             # Deferred triggers are the handler's own work, as its statements are.
             with within(conn, None), owner._stopper.stop_deadline(conn, allowed):
                 try:
-                    outcomes = owner._call(handler, running.messages, conn)
+                    returned = owner._called(handler, running.messages, conn)
+                    outcomes = owner._outcomes(handler, running.messages, returned)
                 finally:
                     # The next statement would wait for ever, also the rollback to the savepoint.
                     is_busy = _is_busy(conn)

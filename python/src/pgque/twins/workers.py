@@ -35,7 +35,7 @@ from ..runtime.concurrency import Lock
 from .exchange import default_timeout, extend_if_due, report_and_receive, round_trip, wait
 from .listen import listen
 from ..runtime.options import refuse
-from .runtime import Runtime
+from .runtime import LAST_REPORT_TIMEOUT, REPORT_INTERVAL, Runtime
 from ..runtime.sources import Priority, Source
 from ..runtime.stopper import Stopper
 
@@ -43,12 +43,6 @@ log = logging.getLogger("pgque.worker")
 
 # Expired leases are not notified, so the queue is polled this often, in seconds.
 _POLL_INTERVAL = 1.0
-
-# Outcomes of a batch that is not finished are reported after so many seconds.
-_REPORT_INTERVAL = 1.0
-
-# Seconds beyond the time of a stop in which the server has to answer the last report.
-_LAST_REPORT_TIMEOUT = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -312,7 +306,7 @@ class WorkQueue:
                     yield message
                     if batch.is_open(message.msg_id):
                         batch.record([message.msg_id], ACK)
-                    if time.monotonic() - batch.reported_at > _REPORT_INTERVAL:
+                    if time.monotonic() - batch.reported_at > REPORT_INTERVAL:
                         with self._lock:
                             report_and_receive(client, self.consumer, [batch], None, delivery.message)
                 waiting_since = time.monotonic()
@@ -335,7 +329,7 @@ class WorkQueue:
                     client = self._connected()
                     stopper = Stopper()
                     stopper.set()
-                    with stopper.stop_deadline(client.conn, _LAST_REPORT_TIMEOUT):  # a lock may keep it
+                    with stopper.stop_deadline(client.conn, LAST_REPORT_TIMEOUT):  # a lock may keep it
                         report_and_receive(client, self.consumer, [batch], None, delivery.message)
             except PgqueError as error:
                 log.warning("batch %s could not be released: %s", batch.batch_id, one_line(error))
