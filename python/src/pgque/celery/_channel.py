@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amqp import RecoverableConnectionError
 from amqp.protocol import queue_declare_ok_t
@@ -28,9 +28,6 @@ from ._logs import latest_tick
 from ._receiver import Receiver
 from ._wire import Raw, event_of
 from ._worker import is_known
-
-if TYPE_CHECKING:
-    from ._transport import Transport
 
 log = logging.getLogger("pgque.celery")
 
@@ -99,13 +96,12 @@ class Channel(virtual.Channel):
     connection: Any
 
     @property
-    def broker(self) -> Transport:
+    def broker(self) -> Any:
         """Return the transport. Raises an error that kombu recovers from when the channel is closed: kombu
         closes all channels when it connects again, and retries over a new one."""
         if self.connection is None:
             raise RecoverableConnectionError("channel disconnected")
-        found: Transport = self.connection
-        return found
+        return self.connection
 
     @property
     def receiver(self) -> Receiver | None:
