@@ -1,7 +1,7 @@
 """The systems that are compared, each through its own public calls, behind one small interface.
 
-What is unequal, by the defaults that each one's documentation recommends, is said in ``UNEQUAL`` and kept with
-the results.
+What is unequal, by the defaults that each one's documentation recommends, is said in ``UNEQUAL`` and kept
+with the results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import psycopg
 from psycopg.types.string import TextLoader
 
-from pgque import Consumer, PgqueClient, PgqueQueueNotFound, Worker
+from pgque import Consumer, PgqueClient, PgqueQueueNotFoundError, Worker
 
 T = TypeVar("T")
 Seen = Callable[[int], None]
@@ -38,8 +38,8 @@ def number_of(text: str) -> int:
 class System:
     """One system: how to set it up, send, take and finish. A process that works has one of its own.
 
-    ``pace`` is roughly how often one process takes in a second, for choosing the backlog, and ``usual`` how many
-    at a time if not told; ``sizes`` are what its worker can be told, none if that is not offered.
+    ``pace`` is roughly how often one process takes in a second, for choosing the backlog, and ``usual`` how
+    many at a time if not told; ``sizes`` are what its worker can be told, none if that is not offered.
     """
 
     title: ClassVar[str]
@@ -54,7 +54,8 @@ class System:
         self.consumers = tuple(consumers)
 
     def set_up(self, *, notify: bool = False) -> None:
-        """Make the system's tables anew, for these consumers; ``notify`` if somebody waits for single messages."""
+        """Make the system's tables anew, for these consumers; ``notify`` if somebody waits for single
+        messages."""
 
     def clear(self) -> None:
         """Remove the system's tables."""
@@ -97,13 +98,13 @@ class Pgque(System):
     def set_up(self, *, notify: bool = False) -> None:
         self.clear()
         with PgqueClient.connect(self.dsn, autocommit=True) as client:
-            client.create_queue(QUEUE)
+            client.admin.create_queue(QUEUE)
             for consumer in self.consumers:
                 client.subscribe(QUEUE, consumer)
 
     def clear(self) -> None:
-        with PgqueClient.connect(self.dsn, autocommit=True) as client, suppress(PgqueQueueNotFound):
-            client.drop_queue(QUEUE, force=True)
+        with PgqueClient.connect(self.dsn, autocommit=True) as client, suppress(PgqueQueueNotFoundError):
+            client.admin.drop_queue(QUEUE, force=True)
 
     def open(self) -> None:
         self.client = PgqueClient.connect(self.dsn, autocommit=True)

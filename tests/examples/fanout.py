@@ -54,7 +54,7 @@ def main(dsn: str) -> None:
     """Send three orders, and consume them three times."""
     with pgque.connect(dsn) as client:
         client.conn.execute("create table example_audit (number int, type text)")
-        client.create_queue(QUEUE)
+        client.admin.create_queue(QUEUE)
         client.subscribe(QUEUE, "billing")
         client.subscribe(QUEUE, "shipping")
     with pgque.connect(dsn) as client:

@@ -27,7 +27,7 @@ def welcome(message: pgque.Message) -> pgque.Dead | None:
     if "@" not in address:
         return pgque.Dead("no address")
     if address.endswith("@busy.example") and message.receive_count == 1:
-        raise pgque.Retry(after=3600, reason="the mail server is busy")
+        raise pgque.Retry(retry_after=3600, reason="the mail server is busy")
     return None
 
 

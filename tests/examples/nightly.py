@@ -48,7 +48,7 @@ def make_worker(dsn: str) -> pgque.Worker:
         job = message.json()
         if job["shop"] == "south" and message.receive_count == 1:
             print("south fails: the till is offline")
-            raise pgque.Retry(after=0, reason="the till is offline")
+            raise pgque.Retry(retry_after=0, reason="the till is offline")
         with psycopg.connect(dsn) as conn:
             # One job of a night at a time, so that one of them sees that it is the last.
             conn.execute("select pg_advisory_xact_lock(hashtext(%(night)s))", job)
@@ -81,14 +81,14 @@ def main(dsn: str) -> None:
     """Set the pipeline up, and run it now instead of at three o'clock."""
     with pgque.connect(dsn) as client:
         client.conn.execute(SET_UP)
-        client.create_queue("example_nightly")
+        client.admin.create_queue("example_nightly")
         client.subscribe("example_nightly", "workers")
     worker = make_worker(dsn)
     worker.run(until_idle=True)  # creates the recurring message
     with pgque.connect(dsn) as client:
-        (nightly,) = (r for r in client.list_recurring() if r.name == "example_nightly")
+        (nightly,) = (r for r in client.recurring.list() if r.name == "example_nightly")
         print(f"nightly: {nightly.status}, at {nightly.cron} {nightly.timezone}")
-        client.run_recurring("example_nightly")
+        client.recurring.run("example_nightly")
     worker.run()
 
 

@@ -52,7 +52,7 @@ def send_mails(dsn: str) -> None:
         number = message.json()["order"]
         if message.receive_count == 1:
             print(f"try 1 for order {number}: the mail server is busy")
-            raise pgque.Retry(after=0, reason="the mail server is busy")
+            raise pgque.Retry(retry_after=0, reason="the mail server is busy")
         print(f"mail for order {number}")
         worker.stop()
 
@@ -64,7 +64,7 @@ def main(dsn: str) -> None:
     with psycopg.connect(dsn) as conn:
         conn.execute("create table if not exists example_order (number int primary key, shipped bool)")
         client = pgque.PgqueClient(conn)
-        client.create_queue(QUEUE)
+        client.admin.create_queue(QUEUE)
         client.subscribe(QUEUE, "shipping")
         client.subscribe(QUEUE, "mails")
 

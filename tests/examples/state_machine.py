@@ -41,7 +41,7 @@ def main(dsn: str) -> None:
         client.conn.execute(
             "insert into example_order select n, array['new'] from generate_series(1, %s) n", [ORDERS]
         )
-        client.create_queue(QUEUE)
+        client.admin.create_queue(QUEUE)
         client.subscribe(QUEUE, "workers", keyed_order=True)
     with pgque.connect(dsn) as client:
         for state in STATES[1:]:
@@ -57,7 +57,7 @@ def main(dsn: str) -> None:
         # A message that is retried holds back the later ones of its key, and of no other.
         if order % 4 == 0 and message.receive_count == 1:
             failed.append(message.msg_id)
-            raise pgque.Retry(after=0.2)
+            raise pgque.Retry(retry_after=0.2)
         with psycopg.connect(dsn) as conn:
             advance(conn, order, message.type)
         done.append(message.msg_id)

@@ -19,7 +19,7 @@ import pgque
 def main(dsn: str) -> None:
     """Send three jobs, and work until each has an outcome."""
     with pgque.connect(dsn) as client:
-        client.create_queue("example_emails")
+        client.admin.create_queue("example_emails")
         client.subscribe("example_emails", "mailers")
     with pgque.connect(dsn) as client:
         for address in ("ann@example.com", "joe@example.com", "nobody"):
@@ -34,7 +34,7 @@ def main(dsn: str) -> None:
             return pgque.Dead("no address")
         if address.startswith("joe") and message.receive_count == 1:
             print(f"try 1 for {address}: the mail server is busy")
-            raise pgque.Retry(after=0, reason="the mail server is busy")
+            raise pgque.Retry(retry_after=0, reason="the mail server is busy")
         print(f"sent to {address}")
         if address.startswith("joe"):
             worker.stop()
@@ -43,7 +43,7 @@ def main(dsn: str) -> None:
     worker.run()
 
     with pgque.connect(dsn) as client:
-        for letter in client.dlq_inspect("example_emails"):
+        for letter in client.dlq.inspect("example_emails"):
             print(f"dead letter: {letter.ev_data} ({letter.dl_reason})")
 
 

@@ -95,7 +95,7 @@ def test_workers_run_inside_a_lifespan_and_finish_their_handlers_before_it_ends(
     asyncio.run(serve())
     assert events == ["app begins", "read event", "handled work", "app ends"]
     with pgque.connect(dsn) as client:
-        assert client.list_messages(queue) == []
+        assert client.messages.list(queue) == []
 
 
 def test_a_worker_that_dies_is_logged_and_is_a_problem(
@@ -160,7 +160,7 @@ def test_wrong_use_is_refused_when_the_application_starts(dsn: str) -> None:
             raise AssertionError("it has started")
 
     worker = pgque.AsyncWorker(dsn, queue="q", consumer="c", worker="w")
-    with pytest.raises(pgque.PgqueBadArgument, match="no handler"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="no handler"):
         asyncio.run(start(worker))
     for bad in (pgque.Worker(dsn, queue="q", consumer="c"), lambda: None, "worker"):
         with pytest.raises(TypeError, match=r"neither an AsyncWorker nor .*pgque work MODULE:WORKER"):
@@ -222,4 +222,4 @@ def test_sigterm_to_uvicorn_lets_the_handlers_finish(
         assert "Application shutdown complete" in server.stderr.read()
         server.wait(20)
     with pgque.connect(dsn) as client:
-        assert client.list_messages(queue) == []
+        assert client.messages.list(queue) == []

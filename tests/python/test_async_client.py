@@ -60,7 +60,7 @@ def test_peek_takes_the_name_of_a_consumer(dsn: str, queue: str, tick: Tick) -> 
 def test_errors_have_the_same_classes(dsn: str) -> None:
     async def call() -> None:
         async with await pgque.connect_async(dsn, autocommit=True) as client:
-            with pytest.raises(pgque.PgqueQueueNotFound) as caught:
+            with pytest.raises(pgque.PgqueQueueNotFoundError) as caught:
                 await client.send("no such queue", "x")
             assert caught.value.queue == "no such queue"
 

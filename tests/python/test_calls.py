@@ -37,8 +37,8 @@ DUE = datetime(2041, 3, 4, 5, 6, 7, 89, tzinfo=timezone.utc)
 ODD = "100% %s %(x)s %% :name $1 {0} ' \" \\ \n äß€😀"
 
 
-# One queue, one client and one connection of each kind for the whole module; each test has a consumer of its own,
-# which begins with what the test sends.
+# One queue, one client and one connection of each kind for the whole module; each test has a consumer of its
+# own, which begins with what the test sends.
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def client(dsn: str) -> Iterator[pgque.PgqueClient]:
 @pytest.fixture(scope="module")
 def queue(client: pgque.PgqueClient) -> Iterator[str]:
     """The name of the queue."""
-    client.create_queue("calls")
+    client.admin.create_queue("calls")
     yield "calls"
-    client.drop_queue("calls", force=True)
+    client.admin.drop_queue("calls", force=True)
 
 
 # The drivers come first, so that a kind has one number, by which pytest keeps its tests together.
@@ -145,14 +145,14 @@ def test_a_savepoint_takes_its_messages_and_its_failed_calls_with_it(
         raise Abandoned
     with opened.savepoint():
         opened.send(queue, "inner, kept")
-    with pytest.raises(pgque.PgqueQueueNotFound), opened.savepoint():
+    with pytest.raises(pgque.PgqueQueueNotFoundError), opened.savepoint():
         opened.send("no such queue", "x")
     opened.commit()
     assert payloads(read()) == ["outer", "inner, kept"]
 
 
 def test_a_failed_transaction_refuses_the_next_call(opened: Open, queue: str) -> None:
-    with pytest.raises(pgque.PgqueQueueNotFound):
+    with pytest.raises(pgque.PgqueQueueNotFoundError):
         opened.send("no such queue", "x")
     with pytest.raises(pgque.PgqueError, match="transaction"):
         opened.send(queue, "x")
@@ -183,7 +183,7 @@ def test_a_call_on_a_pool_is_a_transaction_of_its_own(
             call("send", pool, queue, {"n": 1}, headers={"h": 1}),
             *call("send_batch", pool, queue, ["b"]),
         ]
-        with pytest.raises(pgque.PgqueQueueNotFound):
+        with pytest.raises(pgque.PgqueQueueNotFoundError):
             call("send", pool, "no such queue", "x")
         tick()
         batch = call("receive", pool, queue, consumer)
@@ -281,7 +281,7 @@ def test_options_arrive_as_they_are_sent_by_the_client(
         opened.commit()  # a key is locked until then
         pairs.append((ours, client.send(queue, "x", **given)))
     tick()
-    rows = {m.msg_id: m for m in client.list_messages(queue, limit=1000)}
+    rows = {m.msg_id: m for m in client.messages.list(queue, limit=1000)}
     for given, (ours, theirs) in zip(options, pairs, strict=True):
         if "key" in given:
             assert ours == theirs, given  # replaced
@@ -399,7 +399,7 @@ def test_settings_of_the_session_do_not_matter(
     assert is_near(message.expires_at, message.created_at + timedelta(days=1, hours=2))
     opened.nack(message.batch_id, message, timedelta(days=3, hours=1))
     opened.commit()
-    due = {m.msg_id: m.available_at for m in client.list_messages(queue, limit=1000)}
+    due = {m.msg_id: m.available_at for m in client.messages.list(queue, limit=1000)}
     assert due[delayed] == DUE
     assert is_near(due[message.msg_id], datetime.now(timezone.utc) + timedelta(days=3, hours=1))
     opened.execute("reset all")
@@ -451,7 +451,7 @@ def test_what_no_text_of_a_database_has_is_one_error_of_all(
     for bad in ("a\x00b", "a\ud800"):
         for call in calls:
             for on in (opened, client):
-                with pytest.raises(pgque.PgqueBadArgument) as caught:
+                with pytest.raises(pgque.PgqueBadArgumentError) as caught:
                     call(on, bad)
                 assert type(caught.value) is pgque.PgquePayloadError
                 assert caught.value.hint
@@ -494,7 +494,7 @@ def without_pgque(server: Any) -> Iterator[str]:
 def test_a_role_that_may_not_send_gets_the_role_to_ask_for_and_a_database_without_pgque_the_way_to_install_it(
     name: str, nobody: str, without_pgque: str, queue: str
 ) -> None:
-    with KINDS[name](nobody) as opened, pytest.raises(pgque.PgquePermissionDenied, match="pgque_writer"):
+    with KINDS[name](nobody) as opened, pytest.raises(pgque.PgquePermissionDeniedError, match="pgque_writer"):
         opened.send(queue, "x")
     with KINDS[name](without_pgque) as opened, pytest.raises(pgque.PgqueVersionError, match="pgque install"):
         opened.send("q", "x")
@@ -510,12 +510,12 @@ def test_in_a_pipeline_of_psycopg(dsn: str, queue: str, read: Read) -> None:
             first = pgque.send(conn, queue, "a")
             assert later.fetchone() == (1,)
             conn.execute("select 2")
-            with pytest.raises(pgque.PgqueQueueNotFound), conn.transaction():
+            with pytest.raises(pgque.PgqueQueueNotFoundError), conn.transaction():
                 pgque.send(conn, "no such queue", "x")
             second = pgque.send(conn, queue, "b")
         conn.commit()
         with conn.pipeline():
-            with pytest.raises(pgque.PgqueQueueNotFound):
+            with pytest.raises(pgque.PgqueQueueNotFoundError):
                 pgque.send(conn, "no such queue", "x")
             with pytest.raises(pgque.PgqueError, match="pipeline aborted") as caught:
                 pgque.send(conn, queue, "x")
@@ -667,7 +667,7 @@ def test_with_rows_of_the_session_that_are_flushed_at_its_commit(own_dsn: str) -
     engine = create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(own_dsn))
     Base.metadata.create_all(engine)
     with pgque.connect(own_dsn) as client:
-        client.create_queue("orders")
+        client.admin.create_queue("orders")
         client.subscribe("orders", "c")
     with pytest.raises(Abandoned), Session(engine) as session, session.begin():
         session.add(Order(id=1))
@@ -686,7 +686,7 @@ def test_with_rows_of_the_session_that_are_flushed_at_its_commit(own_dsn: str) -
 
 
 def test_a_session_with_several_databases_has_to_name_one() -> None:
-    with pytest.raises(pgque.PgqueBadArgument, match=r"session\.connection"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match=r"session\.connection"):
         pgque.send(Session(), "q", "x")
 
 
@@ -774,7 +774,7 @@ def test_a_connection_given_to_the_other_twin_is_refused(opened: Open) -> None:
 def test_another_database_of_sqlalchemy_is_refused() -> None:
     with (
         create_engine("sqlite://").connect() as conn,
-        pytest.raises(pgque.PgqueBadArgument, match=r"sqlite\+pysqlite"),
+        pytest.raises(pgque.PgqueBadArgumentError, match=r"sqlite\+pysqlite"),
     ):
         pgque.send(conn, "q", "x")
 

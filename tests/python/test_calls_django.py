@@ -84,11 +84,11 @@ def test_on_commit_sends_after_the_commit_only(
 def test_an_error_breaks_the_block_as_any_statement_does(
     connection: Any, queue: str, sent: Callable[[], list[str | None]]
 ) -> None:
-    with pytest.raises(pgque.PgqueQueueNotFound), atomic():
+    with pytest.raises(pgque.PgqueQueueNotFoundError), atomic():
         pgque.send(connection, queue, "gone")
         pgque.send(connection, "no such queue", "x")
     with atomic():
-        with pytest.raises(pgque.PgqueQueueNotFound), atomic():
+        with pytest.raises(pgque.PgqueQueueNotFoundError), atomic():
             pgque.send(connection, "no such queue", "x")
         pgque.send(connection, queue, "kept")
     assert sent() == ["kept"]
@@ -124,10 +124,10 @@ def test_a_database_that_pgque_cannot_use_is_named(connection: Any) -> None:
         "ENGINE": "django.db.backends.sqlite3",
     }
     connections.databases["lite"]["NAME"] = ":memory:"
-    with pytest.raises(pgque.PgqueBadArgument, match="'lite' is sqlite"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="'lite' is sqlite"):
         pgque.send("lite", "q", "x")
     with pytest.raises(
-        pgque.PgqueBadArgument, match=r"one of Django's databases, which are .*django.*pgque.connect"
+        pgque.PgqueBadArgumentError, match=r"one of Django's databases, which are .*django.*pgque.connect"
     ):
         pgque.send("dbname=x password=secret", "q", "x")
     with pytest.raises(TypeError, match="is no connection"):
@@ -156,7 +156,7 @@ def test_in_an_event_loop_django_raises_its_own_error(connection: Any, queue: st
 
 
 def test_errors_come_from_those_of_django(connection: Any) -> None:
-    with pytest.raises(pgque.PgqueQueueNotFound) as caught:
+    with pytest.raises(pgque.PgqueQueueNotFoundError) as caught:
         pgque.send(connection, "no such queue", "x")
     assert isinstance(caught.value.__cause__, DatabaseError)
     assert (caught.value.sqlstate, caught.value.queue) == ("PQ001", "no such queue")

@@ -36,13 +36,14 @@ from support.connections import asyncpg_connect, django_database
 # What could be taken for a parameter of a statement.
 ODD = "100% :name %(x)s $1 it's \\ é"
 
-# All that an install defines: a colon or a percent sign that went missing would show. Queues have functions of
-# their own, whose names end in a number.
+# All that an install defines: a colon or a percent sign that went missing would show. Queues have functions
+# of their own, whose names end in a number.
 DEFINED = r"""
-select pgque.version(), count(*), md5(string_agg(p.prosrc || pg_get_function_arguments(p.oid), '' order by p.oid::regprocedure::text)),
-  (select md5(string_agg(d.description, '' order by d.description)) from pg_description d
-   join pg_proc f on f.oid = d.objoid and d.classoid = 'pg_proc'::regclass where f.pronamespace = 'pgque'::regnamespace)
-from pg_proc p where p.pronamespace = 'pgque'::regnamespace and p.proname !~ '_\d+$'
+select pgque.version(), count(*), md5(string_agg(p.prosrc || pg_get_function_arguments(p.oid), '' order by
+  p.oid::regprocedure::text)), (select md5(string_agg(d.description, '' order by d.description)) from
+  pg_description d
+   join pg_proc f on f.oid = d.objoid and d.classoid = 'pg_proc'::regclass where f.pronamespace =
+'pgque'::regnamespace) from pg_proc p where p.pronamespace = 'pgque'::regnamespace and p.proname !~ '_\d+$'
 """
 
 
@@ -182,8 +183,8 @@ def test_alembic_goes_up_and_down_and_what_fails_leaves_nothing(
     migrate("upgrade", "two")
     assert value(fresh_dsn, DEFINED) == defined
     with pgque.connect(fresh_dsn) as client:
-        assert client.queue_config(ODD)["max_retries"] == "3"
-        [consumer] = client.get_consumer_info(ODD)
+        assert client.admin.queue_config(ODD)["max_retries"] == "3"
+        [consumer] = client.consumers.get_info(ODD)
         assert consumer.consumer_name == "billing"
     with pytest.raises(Exception, match="division by zero"):
         migrate("upgrade", "head")
@@ -216,7 +217,7 @@ def test_alembic_refuses_another_database() -> None:
         for options in ({}, {"as_sql": True, "output_buffer": io.StringIO()}):
             operations = Operations(MigrationContext.configure(conn, opts=options))
             for function in (pgque.alembic.install, pgque.alembic.uninstall):
-                with pytest.raises(pgque.PgqueBadArgument, match="is sqlite"):
+                with pytest.raises(pgque.PgqueBadArgumentError, match="is sqlite"):
                     function(operations)
 
 
@@ -304,8 +305,8 @@ def test_django_goes_up_and_down_and_what_fails_leaves_nothing(
     assert value(fresh_dsn, DEFINED) == defined
     assert value(fresh_dsn, "select array_agg(q.queue_name) from pgque.queue as q") == ([ODD],)
     with pgque.connect(fresh_dsn) as client:
-        assert client.queue_config(ODD)["max_retries"] == "3"
-        [consumer] = client.get_consumer_info(ODD)
+        assert client.admin.queue_config(ODD)["max_retries"] == "3"
+        [consumer] = client.consumers.get_info(ODD)
         assert consumer.consumer_name == "billing"
     project.succeed(["migrate", "shop", "0001"])
     assert value(fresh_dsn, "select count(*) from pgque.queue") == (0,)
@@ -354,7 +355,7 @@ def test_another_database_and_a_newer_version_are_refused(own_dsn: str) -> None:
     connection.close()
     lite = DatabaseWrapper({**connection.settings_dict, "NAME": ":memory:"}, "lite")
     connections["lite"] = lite
-    with pytest.raises(pgque.PgqueBadArgument, match="'lite' is sqlite"), lite.schema_editor() as editor:
+    with pytest.raises(pgque.PgqueBadArgumentError, match="'lite' is sqlite"), lite.schema_editor() as editor:
         pgque.django.CreateQueue("q").database_forwards("shop", editor, None, None)
     with override_settings(DATABASE_ROUTERS=[Nowhere()]), lite.schema_editor() as editor:
         for operation in (pgque.django.Install(), pgque.django.CreateQueue("q")):

@@ -381,12 +381,12 @@ def test_messages_that_wait_for_an_ack_stay_leased_however_long(
     reader = Reader(broker, tasks)
     reader.drain(2)
     with pgque.connect(shop.dsn, autocommit=True) as client:
-        [first] = client.list_workers(tasks.name, "celery")
+        [first] = client.consumers.list_workers(tasks.name, "celery")
         assert first.lease_until is not None
         later = first.lease_until + timedelta(seconds=2)  # a lease is a second
 
         def is_extended() -> bool:
-            [now] = client.list_workers(tasks.name, "celery")
+            [now] = client.consumers.list_workers(tasks.name, "celery")
             return now.worker == first.worker and now.messages == 2 and (now.lease_until or later) > later
 
         wait_until(is_extended, "a lease that is extended")
@@ -433,7 +433,7 @@ def test_tasks_can_be_sent_in_a_transaction_of_ones_own(shop: Shop, broker: Brok
 
 def test_a_block_of_bulk_is_for_one_database(shop: Shop, broker: Broker, tasks: Queue) -> None:
     elsewhere = Broker(broker_url(shop.dsn, options="-c application_name=another"))
-    with elsewhere, pytest.raises(pgque.PgqueBadArgument, match="two databases"), pgque.celery.bulk():
+    with elsewhere, pytest.raises(pgque.PgqueBadArgumentError, match="two databases"), pgque.celery.bulk():
         publish(broker, tasks, "never")
         publish(elsewhere, tasks, "nor this")
     assert shop.statuses(tasks.name) == {}
@@ -472,7 +472,7 @@ def test_each_reader_of_an_exchange_gets_its_messages_and_leaves_nothing_behind(
         assert [message.payload for message in readers[0].drain(2)] == ["task.sent", "worker.online"]
         assert [message.payload for message in readers[1].drain(1)] == ["worker.online"]
         with pgque.connect(shop.dsn) as client:
-            assert client.get_consumer_info(f"exchange.{name}") == []
+            assert client.consumers.get_info(f"exchange.{name}") == []
 
 
 def test_a_forked_process_has_connections_of_its_own(shop: Shop, broker: Broker, tasks: Queue) -> None:
@@ -590,15 +590,15 @@ def test_a_role_that_may_not_create_queues_is_told_what_to_do(shop: Shop, roles:
     queue = Queue(name, Exchange(name, type="direct"), routing_key=name)
     with Broker(broker_url(writer.dsn)) as refused:
         queue(refused.default_channel).declare()
-        with pytest.raises(pgque.PgqueQueueNotFound, match=r"pgque\.create_queue"):
+        with pytest.raises(pgque.PgqueQueueNotFoundError, match=r"pgque\.create_queue"):
             publish(refused, queue, 1)
     with (
         Broker(broker_url(both.dsn)) as refused,
-        pytest.raises(pgque.PgquePermissionDenied, match=r"pgque\.create_queue"),
+        pytest.raises(pgque.PgquePermissionDeniedError, match=r"pgque\.create_queue"),
     ):
         queue(refused.default_channel).declare()
     with pgque.connect(shop.dsn) as client:
-        client.create_queue(name)
+        client.admin.create_queue(name)
         client.subscribe(name, "celery")
     with Broker(broker_url(writer.dsn)) as sender, Broker(broker_url(both.dsn)) as receiver:
         queue(sender.default_channel).declare()
@@ -610,7 +610,7 @@ def test_a_role_that_may_not_create_queues_is_told_what_to_do(shop: Shop, roles:
 
 def test_what_does_not_apply_to_a_queue_is_refused(broker: Broker) -> None:
     channel = broker.default_channel
-    with pytest.raises(pgque.PgqueBadArgument, match="x-max-priority") as refused:
+    with pytest.raises(pgque.PgqueBadArgumentError, match="x-max-priority") as refused:
         Queue("ranked", Exchange("ranked"), max_priority=9)(channel).declare()
     assert "several queues" in (refused.value.hint or "")
     with pytest.raises(ChannelError, match="auto_delete=True"):
@@ -619,7 +619,7 @@ def test_what_does_not_apply_to_a_queue_is_refused(broker: Broker) -> None:
         Queue("brief", Exchange("brief"), routing_key="brief", auto_delete=True)(channel).declare()
     with pytest.raises(ChannelError, match="rpc://"):
         Consumer(channel, [Queue("results", auto_delete=True)]).consume()
-    with pytest.raises(pgque.PgqueBadArgument, match="sslmode"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="sslmode"):
         Broker("pgque://here/shop", ssl=True).connect()
 
 
@@ -674,6 +674,6 @@ def test_urls_are_those_of_libpq_and_logs_hide_their_passwords(shop: Shop) -> No
         assert plain.default_channel.queue_declare(durable=True).message_count == 0
     with pytest.raises(OperationalError), Broker("pgque://127.0.0.1:1/nobody") as nobody:
         nobody.ensure_connection(max_retries=1, interval_start=0)
-    with pytest.raises(pgque.PgqueBadArgument, match="several"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="several"):
         Broker("pgque://one/shop;pgque://two/shop").connect()
     assert parts

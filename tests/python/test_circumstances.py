@@ -262,7 +262,7 @@ def test_each_message_is_handled_once_by_every_program(
     with ExitStack() as stack:
         CIRCUMSTANCES[name](place, stack)
         with pgque.connect(place.dsn, autocommit=True) as client:
-            client.create_queue("q")
+            client.admin.create_queue("q")
             for consumer in (*KINDS, "command"):
                 client.subscribe("q", consumer)
         with caplog.at_level(logging.WARNING, "pgque"), programs(place, "q") as seen:
@@ -344,7 +344,7 @@ def test_a_report_that_waits_for_a_standby_keeps_no_message_from_its_handler(
                     lost.append(error)
 
     with pgque.connect(place.direct, autocommit=True) as client:
-        client.create_queue("q")
+        client.admin.create_queue("q")
         for consumer in ("worker", "loop"):
             client.subscribe("q", consumer)
         client.send_batch("q", [1, 2, 3, 4])
@@ -368,7 +368,7 @@ def test_a_worker_behind_a_pooler_gets_a_hint_that_names_the_setting(place: Plac
     place.admin.execute("alter database place set default_transaction_isolation = 'repeatable read'")
     with pgbouncer.through(place.direct) as pooled:
         with pgque.connect(pooled, autocommit=True) as client:
-            client.create_queue("q")
+            client.admin.create_queue("q")
             client.subscribe("q", "c")
             client.send("q", "x")
         place.admin.execute("begin isolation level read committed")

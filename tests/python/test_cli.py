@@ -235,7 +235,7 @@ def test_dead_letters_are_listed_given_back_and_deleted(
     dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick
 ) -> None:
     client.subscribe(queue, "c")
-    client.set_queue_config(queue, "max_retries", 0)
+    client.admin.set_queue_config(queue, "max_retries", 0)
     client.send_batch(queue, "t", ["a", "b", "c"])
     tick(queue)
     batch = client.receive(queue, "c")
@@ -247,7 +247,7 @@ def test_dead_letters_are_listed_given_back_and_deleted(
     ids = [str(letter["dl_id"]) for letter in letters]
     assert run("dlq", "requeue", ids[0], "--dsn", dsn) == "1 requeued\n"
     run("dlq", "requeue", ids[1], ids[0], "--dsn", dsn, code=1)  # all or none
-    assert len(client.dlq_inspect(queue)) == 2
+    assert len(client.dlq.inspect(queue)) == 2
     assert run("dlq", "purge", queue, "--dsn", dsn) == "0 deleted\n"
     assert run("dlq", "requeue", "--all", queue, "--dsn", dsn) == "2 requeued\n"
     tick(queue)

@@ -59,11 +59,11 @@ def test_health_shows_problems_only_worst_first_and_the_commands_that_mend_them(
     assert run(ticked, "health") == "all is well\n"
     name = "it's [red] \\ odd"
     with pgque.connect(ticked) as client:
-        client.create_queue(name)
+        client.admin.create_queue(name)
         client.subscribe(name, "c")
-        client.set_queue_config(name, "max_depth", 2)
-        client.create_queue("aside")
-        client.pause("aside")
+        client.admin.set_queue_config(name, "max_depth", 2)
+        client.admin.create_queue("aside")
+        client.admin.pause("aside")
     text = run(ticked, "health", code=4)
     assert text.startswith("warn  queue aside, senders\n      paused: send is refused\n")
     assert commands(text) == ["pgque resume aside"]
@@ -85,8 +85,8 @@ def test_health_shows_problems_only_worst_first_and_the_commands_that_mend_them(
 def test_health_as_json_has_the_commands_too(ticked: str) -> None:
     assert json.loads(run(ticked, "health", "--json")) == []
     with pgque.connect(ticked) as client:
-        client.create_queue("q")
-        client.pause("q")
+        client.admin.create_queue("q")
+        client.admin.pause("q")
     (row,) = json.loads(run(ticked, "health", "--json", code=4))
     assert (row["check_name"], row["status"], row["commands"]) == ("senders", "warn", ["pgque resume q"])
     rows = json.loads(run(ticked, "health", "--json", "--all", code=4))
@@ -102,8 +102,8 @@ def test_health_without_a_database_is_an_error_and_not_a_failed_check(ticked: st
 def test_health_watches_until_it_is_interrupted(ticked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with pgque.connect(ticked) as client:
-        client.create_queue("q")
-        client.pause("q")
+        client.admin.create_queue("q")
+        client.admin.pause("q")
     watch = subprocess.Popen(
         [sys.executable, "-m", "pgque.cli", "health", "--watch", "--json", "--dsn", ticked],
         stdout=subprocess.PIPE,

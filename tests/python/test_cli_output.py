@@ -203,7 +203,7 @@ def test_a_character_that_the_locale_lacks_is_escaped(
 
 def _fill(client: pgque.PgqueClient, conn: Connection, queue: str, consumer: str, tick: Tick) -> None:
     """Give every listing command rows, with long texts where a text may be long."""
-    client.create_queue(queue, {"max_retries": 0, "archive_on_ack": True, "visibility_timeout": 1})
+    client.admin.create_queue(queue, {"max_retries": 0, "archive_on_ack": True, "visibility_timeout": 1})
     client.subscribe(queue, consumer)
     client.subscribe(queue, f"{consumer[:50]} 2")
     client.send_batch(queue, "order.created", ["long text " * 100, "word" * 100, "c", "d"])
@@ -243,19 +243,19 @@ def test_every_table_fits_into_80_columns(
             whole = run(*arguments, "--wide").stdout
             assert all(word in whole for word in head.replace("┃", " ").split()), arguments
     finally:
-        client.drop_queue(queue_name, force=True)
+        client.admin.drop_queue(queue_name, force=True)
 
 
 def test_names_are_folded_and_not_cut(run: Run, client: pgque.PgqueClient, tick: Tick) -> None:
     queue, consumer = NAMES[1]
-    client.create_queue(queue)
+    client.admin.create_queue(queue)
     client.subscribe(queue, consumer)
     try:
         rows = [line for line in run("queues").stdout.splitlines() if line.startswith("│")]
         first = "".join(row.split("│")[1].strip() for row in rows)
         assert first.count(queue) >= 2  # with the queues, and with the consumers
     finally:
-        client.drop_queue(queue, force=True)
+        client.admin.drop_queue(queue, force=True)
 
 
 def test_wide_shows_all_columns_in_full(run: Run, client: pgque.PgqueClient, queue: str) -> None:
@@ -367,7 +367,7 @@ def test_a_sender_without_the_right_to_consume_gets_no_false_warning(
     dsn: str, run: Run, queue: str, nobody: Any, client: pgque.PgqueClient
 ) -> None:
     client.subscribe(queue, "c")
-    client.grant_queue(queue, nobody.name, "produce")
+    client.admin.grant_queue(queue, nobody.name, "produce")
     own = psycopg.conninfo.make_conninfo(dsn, options=f"-c role={nobody.name}")
     sent = run("send", queue, "x", "--dsn", own)
     assert sent.stdout.strip().isdigit()

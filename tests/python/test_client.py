@@ -107,7 +107,7 @@ def test_headers_travel_with_the_message_and_its_retry(
     assert message.headers == headers
     client.nack(message.batch_id, message, retry_after=0)
     client.ack(message.batch_id)
-    client.maint()
+    client.admin.maint()
     tick(queue)
     [again] = client.receive(queue, consumer)
     assert (again.msg_id, again.headers, again.payload_bytes) == (
@@ -168,7 +168,7 @@ def test_an_unacked_batch_is_redelivered_and_an_acked_one_is_not(
     assert client.ack(first[0].batch_id) == 0
     rest = client.receive(queue, consumer, max_messages=2)
     assert [m.payload for m in rest] == ["c"]
-    assert client.finish_batch(rest[0].batch_id) == 1
+    assert client.pgq.finish_batch(rest[0].batch_id) == 1
     assert client.receive(queue, consumer) == []
 
 
@@ -181,7 +181,7 @@ def test_nack_takes_a_message_or_an_id(
     assert client.nack(a.batch_id, a, retry_after=0, reason="first") == 1
     assert client.nack(a.batch_id, b.msg_id, timedelta(0)) == 1
     client.ack(a.batch_id)
-    client.maint()
+    client.admin.maint()
     tick(queue)
     again = client.receive(queue, consumer)
     assert [(m.msg_id, m.retry_count, m.last_error) for m in again] == [
@@ -204,33 +204,33 @@ def test_nack_of_several_returns_the_outcome_of_each(
 def test_a_message_without_retries_left_becomes_a_dead_letter_and_can_be_given_back(
     client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick
 ) -> None:
-    client.set_queue_config(queue, "max_retries", 0)
+    client.admin.set_queue_config(queue, "max_retries", 0)
     msg_id = client.send(queue, {"id": 1}, type="t")
     tick(queue)
     [message] = client.receive(queue, consumer)
     client.nack(message.batch_id, message, reason="no good")
     client.ack(message.batch_id)
-    [letter] = client.dlq_inspect(queue)
+    [letter] = client.dlq.inspect(queue)
     assert (letter.ev_id, letter.ev_type, letter.dl_reason, letter.consumer_name) == (
         msg_id,
         "t",
         "no good",
         "c",
     )
-    client.dlq_requeue(letter.dl_id)
-    assert client.dlq_inspect(queue) == []
-    client.maint()
+    client.dlq.requeue(letter.dl_id)
+    assert client.dlq.inspect(queue) == []
+    client.admin.maint()
     tick(queue)
     [back] = client.receive(queue, consumer)
     assert (back.msg_id, back.json()) == (msg_id, {"id": 1})
-    with pytest.raises(pgque.PgqueNotDeadLetter):
-        client.dlq_requeue(letter.dl_id)
+    with pytest.raises(pgque.PgqueNotDeadLetterError):
+        client.dlq.requeue(letter.dl_id)
 
 
 def test_dead_letters_are_replayed_purged_and_requeued_together(
     client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick
 ) -> None:
-    client.alter_queue(queue, {"max_retries": 0})
+    client.admin.alter_queue(queue, {"max_retries": 0})
 
     def fail_all() -> None:
         tick(queue)
@@ -240,59 +240,59 @@ def test_dead_letters_are_replayed_purged_and_requeued_together(
 
     client.send_batch(queue, "t", ["a", "b", "c"])
     fail_all()
-    first, *_ = client.dlq_inspect(queue)
-    assert client.dlq_replay(first.dl_id) > 0
-    assert client.dlq_replay_all(queue) == pgque.ReplayResult(2, 0, None)
-    assert client.dlq_inspect(queue) == []
+    first, *_ = client.dlq.inspect(queue)
+    assert client.dlq.replay(first.dl_id) > 0
+    assert client.dlq.replay_all(queue) == pgque.ReplayResult(2, 0, None)
+    assert client.dlq.inspect(queue) == []
     fail_all()
-    assert client.dlq_requeue_all(queue, 1) == 1
-    assert client.dlq_purge(queue) == 0
-    assert client.dlq_purge(queue, older_than=0) == 2
+    assert client.dlq.requeue_all(queue, 1) == 1
+    assert client.dlq.purge(queue) == 0
+    assert client.dlq.purge(queue, older_than=0) == 2
 
 
 def test_dead_letters_are_counted_by_reason_and_dealt_with_reason_by_reason(
     client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick
 ) -> None:
-    client.alter_queue(queue, {"max_retries": 0})
+    client.admin.alter_queue(queue, {"max_retries": 0})
     client.send_batch(queue, ["a"] * 8)
     tick(queue)
     batch = client.receive(queue, consumer)
     for number, message in enumerate(batch):
         client.nack(message.batch_id, message, 0, ("no order 1", "no order 2", "late", "other")[number % 4])
     client.ack(batch[0].batch_id)
-    reasons = client.dlq_reasons(queue)
+    reasons = client.dlq.reasons(queue)
     assert {(r.consumer_name, r.reason, r.dead_letters, r.held) for r in reasons} == {
         (consumer, "no order N", 4, 0),
         (consumer, "late", 2, 0),
         (consumer, "other", 2, 0),
     }
     assert reasons[0].oldest <= reasons[0].newest
-    assert client.dlq_requeue_all(queue, 3, reason="no order N") == 3
-    assert client.dlq_requeue_all(queue, reason="no order N") == 1
-    assert client.dlq_replay_all(queue, limit=1, reason="late") == pgque.ReplayResult(1, 0, None)
-    assert client.dlq_purge(queue, 0, reason="other") == 2
-    (left,) = client.dlq_reasons(queue)
-    assert client.dlq_delete(left.newest_dl_id) in [m.msg_id for m in batch]
-    assert client.dlq_reasons(queue) == []
+    assert client.dlq.requeue_all(queue, 3, reason="no order N") == 3
+    assert client.dlq.requeue_all(queue, reason="no order N") == 1
+    assert client.dlq.replay_all(queue, limit=1, reason="late") == pgque.ReplayResult(1, 0, None)
+    assert client.dlq.purge(queue, 0, reason="other") == 2
+    (left,) = client.dlq.reasons(queue)
+    assert client.dlq.delete(left.newest_dl_id) in [m.msg_id for m in batch]
+    assert client.dlq.reasons(queue) == []
 
 
 def test_the_past_is_read(client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick) -> None:
-    client.pause(queue)
-    client.resume(queue)
-    calls = [action.call for action in client.list_actions(queue)]
+    client.admin.pause(queue)
+    client.admin.resume(queue)
+    calls = [action.call for action in client.monitor.list_actions(queue)]
     assert calls == ["resume", "pause", "subscribe", "create_queue"]
-    (newest, *_) = client.list_actions(queue, limit=1)
-    assert [action.call for action in client.list_actions(queue, before=newest.at)] == calls[1:]
+    (newest, *_) = client.monitor.list_actions(queue, limit=1)
+    assert [action.call for action in client.monitor.list_actions(queue, before=newest.at)] == calls[1:]
     client.send_batch(queue, ["a", "b"])
     tick(queue)
-    rates = client.queue_rates(queue, since=60, buckets=6)
+    rates = client.monitor.queue_rates(queue, since=60, buckets=6)
     assert (len(rates), sum(rate.events for rate in rates)) == (6, 2)
-    assert client.consumer_lags(queue, consumer) == []
-    settings = {row.setting: row for row in client.queue_settings(queue)}
+    assert client.consumers.lags(queue, consumer) == []
+    settings = {row.setting: row for row in client.admin.queue_settings(queue)}
     assert settings["max_retries"].source in ("built in", "all queues")
-    client.set_history("lags", timedelta(days=7))
-    with pytest.raises(pgque.PgqueBadArgument):
-        client.set_history("other", 60)
+    client.admin.set_history("lags", timedelta(days=7))
+    with pytest.raises(pgque.PgqueBadArgumentError):
+        client.admin.set_history("other", 60)
 
 
 def test_a_late_subscriber_can_start_at_the_earliest_message(
@@ -336,7 +336,7 @@ def test_peek_shows_the_next_messages_of_the_slowest_consumer_or_of_the_one_name
     assert [message.msg_id for message in client.peek(queue, consumer=consumer)] == sent
     assert [message.msg_id for message in client.peek(queue, 2, consumer=consumer)] == sent[:2]
     assert [message.msg_id for message in client.peek(queue, consumer="quick")] == sent[3:]
-    with pytest.raises(pgque.PgqueConsumerNotFound):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError):
         client.peek(queue, consumer="nobody")
 
 
@@ -345,18 +345,18 @@ def test_the_batch_functions_of_pgq_work(
 ) -> None:
     ids = client.send_batch(queue, "t", ["a", "b"])
     tick(queue)
-    batch_id = client.next_batch(queue, consumer)
+    batch_id = client.pgq.next_batch(queue, consumer)
     assert batch_id is not None
-    events = client.get_batch_events(batch_id)
+    events = client.pgq.get_batch_events(batch_id)
     assert [(e.id, e.type, e.data) for e in events] == [(ids[0], "t", "a"), (ids[1], "t", "b")]
-    info = client.get_batch_info(batch_id)
+    info = client.pgq.get_batch_info(batch_id)
     assert (info.queue_name, info.consumer_name) == (queue, consumer)
     assert info.batch_start <= info.batch_end
-    assert client.event_retry(batch_id, ids[0], 60) == 1
-    assert client.event_retry(batch_id, ids[1], datetime.now(timezone.utc) + timedelta(hours=1)) == 1
-    assert client.batch_retry(batch_id, 60) == 0
-    assert client.finish_batch(batch_id) == 1
-    assert client.next_batch(queue, consumer) is None
+    assert client.pgq.event_retry(batch_id, ids[0], 60) == 1
+    assert client.pgq.event_retry(batch_id, ids[1], datetime.now(timezone.utc) + timedelta(hours=1)) == 1
+    assert client.pgq.batch_retry(batch_id, 60) == 0
+    assert client.pgq.finish_batch(batch_id) == 1
+    assert client.pgq.next_batch(queue, consumer) is None
 
 
 def test_workers_of_one_consumer_share_its_messages(
@@ -381,40 +381,40 @@ def test_workers_of_one_consumer_share_its_messages(
 
 def test_a_queue_is_made_configured_paused_and_dropped(client: pgque.PgqueClient) -> None:
     name = "Ünïcode; 'queue' \"x\""
-    assert client.create_queue(name, {"max_retries": 3, "rotation_period": timedelta(hours=1)}) == 1
-    assert client.create_queue(name) == 0
-    [info] = client.get_queue_info(name)
+    assert client.admin.create_queue(name, {"max_retries": 3, "rotation_period": timedelta(hours=1)}) == 1
+    assert client.admin.create_queue(name) == 0
+    [info] = client.monitor.get_queue_info(name)
     assert (info.queue_name, info.queue_max_retries, info.queue_rotation_period) == (
         name,
         3,
         timedelta(hours=1),
     )
-    assert client.queue_config(name)["max_retries"] == "3"
-    client.set_queue_config(name, "max_retries", None)
-    [info] = client.get_queue_info(name)
+    assert client.admin.queue_config(name)["max_retries"] == "3"
+    client.admin.set_queue_config(name, "max_retries", None)
+    [info] = client.monitor.get_queue_info(name)
     assert info.queue_max_retries == 5
-    client.pause(name)
-    with pytest.raises(pgque.PgqueQueueDisabled):
+    client.admin.pause(name)
+    with pytest.raises(pgque.PgqueQueueDisabledError):
         client.send(name, "x")
-    client.resume(name)
+    client.admin.resume(name)
     client.send(name, "x")
     client.subscribe(name, "c")
-    with pytest.raises(pgque.PgqueQueueInUse):
-        client.drop_queue(name)
-    assert client.drop_queue(name, force=True) == 1
+    with pytest.raises(pgque.PgqueQueueInUseError):
+        client.admin.drop_queue(name)
+    assert client.admin.drop_queue(name, force=True) == 1
 
 
 def test_figures_and_health_are_read(client: pgque.PgqueClient, queue: str, consumer: str) -> None:
-    assert client.version() == pgque.__version__
-    assert {row.component for row in client.status()} >= {"pgque", "ticker"}
-    assert any(metric.queue == queue for metric in client.metrics())
-    assert {check.status for check in client.health()} <= {"ok", "warn", "fail"}
-    assert [info.queue_name for info in client.get_queue_info(queue)] == [queue]
-    assert queue in {info.queue_name for info in client.get_queue_info()}
-    [info] = client.get_consumer_info(queue, consumer)
+    assert client.monitor.version() == pgque.__version__
+    assert {row.component for row in client.monitor.status()} >= {"pgque", "ticker"}
+    assert any(metric.queue == queue for metric in client.monitor.metrics())
+    assert {check.status for check in client.monitor.health()} <= {"ok", "warn", "fail"}
+    assert [info.queue_name for info in client.monitor.get_queue_info(queue)] == [queue]
+    assert queue in {info.queue_name for info in client.monitor.get_queue_info()}
+    [info] = client.consumers.get_info(queue, consumer)
     assert (info.queue_name, info.consumer_name, info.current_batch) == (queue, consumer, None)
-    assert consumer in {info.consumer_name for info in client.get_consumer_info(queue)}
-    assert len(client.get_consumer_info()) >= 1
+    assert consumer in {info.consumer_name for info in client.consumers.get_info(queue)}
+    assert len(client.consumers.get_info()) >= 1
     assert client.unsubscribe(queue, consumer) == 1
     assert client.unsubscribe(queue, consumer) == 0
 
@@ -528,7 +528,7 @@ def test_the_variable_pgque_dsn_counts_wherever_no_connection_string_is_given(
     monkeypatch.setenv("PGQUE_DSN", own_dsn)
     monkeypatch.setenv("PGHOST", "/nowhere")
     with pgque.connect() as client:
-        client.create_queue("q")
+        client.admin.create_queue("q")
         client.subscribe("q", "c")
         client.subscribe("q", "pool")
         client.send("q", "m")
@@ -544,7 +544,7 @@ def test_the_variable_pgque_dsn_counts_wherever_no_connection_string_is_given(
     seen: list[str | None] = []
     try:
         with pgque.PgqueClient.connect(autocommit=True) as client:
-            while client.get_queue_info("q")[0].ev_new:
+            while client.monitor.get_queue_info("q")[0].ev_new:
                 assert ticker.is_alive()
         worker = pgque.Worker("", queue="q", consumer="pool")
         worker.handler("*")(lambda message: seen.append(message.payload))

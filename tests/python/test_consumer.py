@@ -167,7 +167,7 @@ def test_after_its_queue_was_renamed_a_consumer_listens_to_the_new_name(
     consumer.on("*")(seen.append)
     with running(consumer):
         _listening(conn, wait_until, "renamed")
-        client.rename_queue(queue, "of another name")
+        client.admin.rename_queue(queue, "of another name")
         new_queue.names.append("of another name")
         client.send(uid, "found at the next look")
         tick(uid)
@@ -248,8 +248,8 @@ def test_a_failing_handler_gets_its_message_back_and_the_others_are_done(
     tick(subscribed)
     with running(consumer):
         wait_until(lambda: len(seen) == 3)
-        wait_until(lambda: client.get_consumer_info(subscribed, "c")[0].current_batch is None)
-        client.maint()
+        wait_until(lambda: client.consumers.get_info(subscribed, "c")[0].current_batch is None)
+        client.admin.maint()
         tick(subscribed)
         wait_until(lambda: len(seen) == 4)
     assert seen[:3] == [("good", 0, None), ("bad", 0, None), ("fine", 0, None)]
@@ -259,7 +259,7 @@ def test_a_failing_handler_gets_its_message_back_and_the_others_are_done(
 def test_used_up_retries_end_as_a_dead_letter_with_the_reason(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     consumer = pgque.Consumer(dsn, queue=subscribed, name="c")
 
     @consumer.on("*")
@@ -269,14 +269,14 @@ def test_used_up_retries_end_as_a_dead_letter_with_the_reason(
     client.send(subscribed, "x")
     tick(subscribed)
     with running(consumer):
-        wait_until(lambda: bool(client.dlq_inspect(subscribed)))
-    assert [letter.dl_reason for letter in client.dlq_inspect(subscribed)] == ["ValueError: never"]
+        wait_until(lambda: bool(client.dlq.inspect(subscribed)))
+    assert [letter.dl_reason for letter in client.dlq.inspect(subscribed)] == ["ValueError: never"]
 
 
 def test_a_reason_that_the_database_cannot_store_is_made_storable(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     consumer = pgque.Consumer(dsn, queue=subscribed, name="c")
 
     @consumer.on("*")
@@ -286,8 +286,8 @@ def test_a_reason_that_the_database_cannot_store_is_made_storable(
     client.send(subscribed, "x")
     tick(subscribed)
     with running(consumer):
-        wait_until(lambda: bool(client.dlq_inspect(subscribed)))
-    [letter] = client.dlq_inspect(subscribed)
+        wait_until(lambda: bool(client.dlq.inspect(subscribed)))
+    [letter] = client.dlq.inspect(subscribed)
     assert (letter.dl_reason or "").startswith("ValueError: nul , surrogate ?, long xxx")
 
 
@@ -295,7 +295,7 @@ def test_a_reason_that_the_database_cannot_store_is_made_storable(
 def test_a_type_without_a_handler_follows_the_policy(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, policy: Any, dead: int
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     seen: list[pgque.Message] = []
     consumer = pgque.Consumer(dsn, queue=subscribed, name="c", unknown_handler_policy=policy)
     consumer.on("known")(seen.append)
@@ -304,8 +304,8 @@ def test_a_type_without_a_handler_follows_the_policy(
     tick(subscribed)
     with running(consumer):
         wait_until(lambda: bool(seen))
-        wait_until(lambda: client.get_consumer_info(subscribed, "c")[0].current_batch is None)
-    assert len(client.dlq_inspect(subscribed)) == dead
+        wait_until(lambda: client.consumers.get_info(subscribed, "c")[0].current_batch is None)
+    assert len(client.dlq.inspect(subscribed)) == dead
 
 
 class _AsyncCallable:
@@ -350,7 +350,7 @@ def test_what_cannot_be_a_handler_is_refused_with_the_class_that_takes_it(handle
 def test_a_handler_that_returns_an_awaitable_has_failed(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     consumer = pgque.Consumer(dsn, queue=subscribed, name="c")
 
     @consumer.on("*")
@@ -360,8 +360,8 @@ def test_a_handler_that_returns_an_awaitable_has_failed(
     client.send(subscribed, "x")
     tick(subscribed)
     with running(consumer):
-        wait_until(lambda: client.dlq_inspect(subscribed))
-    assert "returned an awaitable" in str(client.dlq_inspect(subscribed)[0].dl_reason)
+        wait_until(lambda: client.dlq.inspect(subscribed))
+    assert "returned an awaitable" in str(client.dlq.inspect(subscribed)[0].dl_reason)
 
 
 def test_an_unknown_policy_is_refused() -> None:
@@ -420,7 +420,7 @@ def test_a_failed_transactional_handler_takes_only_its_own_work_back(
     conn: Connection,
     ledger: str,
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     client.send_batch(subscribed, "t", ["a", "sql", "python", "d"])
     tick(subscribed)
     consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
@@ -436,7 +436,7 @@ def test_a_failed_transactional_handler_takes_only_its_own_work_back(
     with running(consumer):
         wait_until(lambda: len(_ledger(conn)) == 2)
     assert _ledger(conn) == ["a", "d"]
-    assert {letter.ev_data for letter in client.dlq_inspect(subscribed)} == {"sql", "python"}
+    assert {letter.ev_data for letter in client.dlq.inspect(subscribed)} == {"sql", "python"}
 
 
 def test_a_transactional_handler_whose_prepared_statement_was_not_kept_has_not_failed(
@@ -451,7 +451,7 @@ def test_a_transactional_handler_whose_prepared_statement_was_not_kept_has_not_f
 ) -> None:
     """As behind a pooler in transaction mode."""
     monkeypatch.setattr(errors, "_behind_pooler", threading.Event())
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     sent = [str(n) for n in range(10)]
     client.send_batch(subscribed, "t", sent)
     tick(subscribed)
@@ -468,7 +468,7 @@ def test_a_transactional_handler_whose_prepared_statement_was_not_kept_has_not_f
     with running(consumer):
         wait_until(lambda: len(_ledger(conn)) == len(sent))
     assert _ledger(conn) == sent
-    assert client.dlq_inspect(subscribed) == []
+    assert client.dlq.inspect(subscribed) == []
     assert lost
 
 
@@ -481,7 +481,7 @@ def test_a_transactional_handler_that_catches_an_error_without_a_savepoint_has_f
     conn: Connection,
     ledger: str,
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     client.send_batch(subscribed, "t", ["a", "caught", "savepoint", "d"])
     tick(subscribed)
     consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
@@ -499,7 +499,7 @@ def test_a_transactional_handler_that_catches_an_error_without_a_savepoint_has_f
     with running(consumer):
         wait_until(lambda: len(_ledger(conn)) == 3)
     assert _ledger(conn) == ["a", "savepoint", "d"]
-    [letter] = client.dlq_inspect(subscribed)
+    [letter] = client.dlq.inspect(subscribed)
     assert (letter.ev_data, "savepoint" in str(letter.dl_reason)) == ("caught", True)
 
 
@@ -520,7 +520,7 @@ _OUTCOMES: dict[str | None, pgque.Retry | pgque.Dead | pgque.Release] = {
     "dead": pgque.Dead("no good"),
     "bounced": _Bounced("no such address"),
     "retry": pgque.Retry(0, "busy"),
-    "later": pgque.Retry(after=3600, reason="tomorrow"),
+    "later": pgque.Retry(retry_after=3600, reason="tomorrow"),
     "retry_after": pgque.Retry(),
     "release": pgque.Release(),
     "unfinished": _Unfinished(),
@@ -595,21 +595,21 @@ def test_a_handler_may_return_or_raise_an_outcome(
     """As in a worker. One outcome in the middle of a batch is of that message alone."""
     if "subconsumer" in options:
         client.subscribe_subconsumer(subscribed, "c", "w", convert_normal=True)
-    client.set_queue_config(subscribed, "max_retries", 1)
+    client.admin.set_queue_config(subscribed, "max_retries", 1)
     seen: list[_Delivery] = []
     client.send_batch(subscribed, "t", _SENT)
     tick(subscribed)
     with _answering(kind, dsn, subscribed, raises, seen, retry_after=7200, **options):
         wait_until(lambda: len(seen) == len(_SENT) + 2)
-        wait_until(lambda: all(info.current_batch is None for info in client.get_consumer_info(subscribed)))
+        wait_until(lambda: all(info.current_batch is None for info in client.consumers.get_info(subscribed)))
     waiting: dict[str | None, tuple[str | None, int]] = {}
-    for each in client.list_messages(subscribed, "retry"):
+    for each in client.messages.list(subscribed, "retry"):
         assert each.available_at is not None and each.created_at is not None
         seconds = (each.available_at - each.created_at).total_seconds()
         waiting[each.payload] = (each.last_error, round(seconds / 100) * 100)
     assert [payload for payload, _, _ in seen[: len(_SENT)]] == _SENT
     assert sorted(seen[len(_SENT) :]) == [("release", 0, None), ("retry", 1, "busy")]
-    assert {(letter.ev_data, letter.dl_reason) for letter in client.dlq_inspect(subscribed)} == {
+    assert {(letter.ev_data, letter.dl_reason) for letter in client.dlq.inspect(subscribed)} == {
         ("dead", "no good"),
         ("bounced", "no such address"),
         ("class", "dead"),
@@ -620,7 +620,7 @@ def test_a_handler_may_return_or_raise_an_outcome(
     assert "has none of the attributes of Retry" in str(error)
     assert after == 7200
     assert len(waiting) == 3
-    assert len(client.list_messages(subscribed)) == 6  # with the dead letters: all others are acknowledged
+    assert len(client.messages.list(subscribed)) == 6  # with the dead letters: all others are acknowledged
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
     if "transactional" in options:
         # What the handler wrote is committed with the outcome, unless the message is handled again or the
@@ -658,7 +658,7 @@ def test_an_outcome_that_sets_its_own_attributes_is_of_its_message_alone(
     kind: type[pgque.Consumer] | type[pgque.Worker],
 ) -> None:
     """The others are acknowledged, and the consumer goes on."""
-    bad = "PgqueBadArgument: after must be from 0 seconds to ten years"
+    bad = "PgqueBadArgumentError: after must be from 0 seconds to ten years"
     outcomes: dict[str | None, tuple[object, str, int]] = {
         "seconds": (_After(50, {"code": 5}), "{'code': 5}", 50),
         "negative": (_After(-5, None), bad, 7200),
@@ -676,14 +676,14 @@ def test_an_outcome_that_sets_its_own_attributes_is_of_its_message_alone(
     client.send_batch(subscribed, "t", ["first", *[str(payload) for payload in outcomes], "last"])
     tick(subscribed)
     with threads.running(consumer.run, consumer.stop, 10):
-        wait_until(lambda: len(client.dlq_inspect(subscribed)) == 2)
+        wait_until(lambda: len(client.dlq.inspect(subscribed)) == 2)
         wait_until(
-            lambda: len(client.list_messages(subscribed)) == len(outcomes), "the others are acknowledged"
+            lambda: len(client.messages.list(subscribed)) == len(outcomes), "the others are acknowledged"
         )
     found: dict[str | None, tuple[str | None, int]] = {
-        letter.ev_data: (letter.dl_reason, 0) for letter in client.dlq_inspect(subscribed)
+        letter.ev_data: (letter.dl_reason, 0) for letter in client.dlq.inspect(subscribed)
     }
-    for message in client.list_messages(subscribed, "retry"):
+    for message in client.messages.list(subscribed, "retry"):
         assert message.available_at is not None and message.created_at is not None
         seconds = (message.available_at - message.created_at).total_seconds()
         found[message.payload] = (message.last_error, round(seconds / 10) * 10)
@@ -719,7 +719,7 @@ def test_an_outcome_counts_though_the_handler_caught_an_error_of_the_database(
     with running(consumer):
         wait_until(lambda: len(_ledger(conn)) == 3)
     assert _ledger(conn) == ["a", "retry", "d"]
-    [letter] = client.dlq_inspect(subscribed)
+    [letter] = client.dlq.inspect(subscribed)
     assert (letter.ev_data, letter.dl_reason) == ("dead", "no good")
 
 
@@ -727,7 +727,7 @@ def test_an_outcome_counts_though_the_handler_caught_an_error_of_the_database(
 def test_a_message_that_is_released_again_and_again_is_never_given_up(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, kind: str
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     seen: list[int | None] = []
     release = pgque.Release
 
@@ -753,9 +753,9 @@ def test_a_message_that_is_released_again_and_again_is_never_given_up(
     tick(subscribed)
     with block:
         wait_until(lambda: len(seen) == 4)
-        wait_until(lambda: client.list_messages(subscribed) == [], "the last delivery is acknowledged")
+        wait_until(lambda: client.messages.list(subscribed) == [], "the last delivery is acknowledged")
     assert seen == [0] * 4  # none is a retry
-    assert client.dlq_inspect(subscribed) == []
+    assert client.dlq.inspect(subscribed) == []
 
 
 def test_work_is_done_exactly_once_although_backends_are_killed_all_the_time(
@@ -788,7 +788,7 @@ def test_work_is_done_exactly_once_although_backends_are_killed_all_the_time(
         wait_until(lambda: len(_ledger(conn)) >= 300, timeout=60)
     assert [row[0] for row in conn.execute("select msg_id from ledger order by msg_id")] == ids
     assert calls > 300
-    assert client.dlq_inspect(subscribed) == []
+    assert client.dlq.inspect(subscribed) == []
 
 
 # -- faults ------------------------------------------------------------
@@ -826,7 +826,7 @@ def test_a_batch_whose_handlers_have_run_is_acked_after_the_connection_was_lost(
         client.subscribe(queue, "c")
     else:
         client.subscribe_subconsumer(queue, "c", subconsumer)
-    client.set_queue_config(queue, "max_retries", 0)
+    client.admin.set_queue_config(queue, "max_retries", 0)
     seen: list[str | None] = []
     consumer = pgque.Consumer(
         f"{dsn} application_name=cut2", queue=queue, name="c", subconsumer=subconsumer, dead_interval=60
@@ -850,7 +850,7 @@ def test_a_batch_whose_handlers_have_run_is_acked_after_the_connection_was_lost(
         tick(queue)
         wait_until(lambda: "c" in seen)
     assert seen == ["a", "b", "c"]
-    assert [letter.dl_reason for letter in client.dlq_inspect(queue)] == ["RuntimeError: no"] * fails
+    assert [letter.dl_reason for letter in client.dlq.inspect(queue)] == ["RuntimeError: no"] * fails
 
 
 def test_a_consumer_whose_sessions_end_while_handlers_run_does_each_batch_once(
@@ -874,7 +874,7 @@ def test_a_consumer_whose_sessions_end_while_handlers_run_does_each_batch_once(
         tick(subscribed)
     with running(consumer):
         wait_until(lambda: len(seen) >= 6, timeout=20)
-        wait_until(lambda: client.get_consumer_info(subscribed, "c")[0].pending_events == 0)
+        wait_until(lambda: client.consumers.get_info(subscribed, "c")[0].pending_events == 0)
     assert seen == sent
 
 
@@ -930,7 +930,7 @@ def test_a_handler_that_wraps_the_loss_of_its_connection_does_not_end_the_consum
     assert _ledger(conn) == ["a", "b", "c"]
     assert calls == 5
     assert client.receive(subscribed, "c") == []
-    assert client.dlq_inspect(subscribed) == []
+    assert client.dlq.inspect(subscribed) == []
 
 
 def test_a_message_whose_handler_always_loses_the_connection_is_dead_at_last_and_hinders_no_other(
@@ -942,7 +942,7 @@ def test_a_message_whose_handler_always_loses_the_connection_is_dead_at_last_and
     conn: Connection,
     ledger: str,
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
 
     @consumer.on("*")
@@ -954,10 +954,10 @@ def test_a_message_whose_handler_always_loses_the_connection_is_dead_at_last_and
     client.send_batch(subscribed, "t", ["a", "b", "c"])
     tick(subscribed)
     with running(consumer):
-        wait_until(lambda: client.dlq_inspect(subscribed), timeout=20)
+        wait_until(lambda: client.dlq.inspect(subscribed), timeout=20)
         wait_until(lambda: len(_ledger(conn)) == 2)
     assert _ledger(conn) == ["a", "c"]
-    [dead] = client.dlq_inspect(subscribed)
+    [dead] = client.dlq.inspect(subscribed)
     assert (dead.ev_data, dead.dl_reason) == (
         "b",
         "the connection was lost again while this message was handled",
@@ -1001,7 +1001,7 @@ def test_a_handler_that_ends_the_transaction_of_its_batch_takes_no_other_message
     ledger: str,
     statement: str,
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True, poll_interval=0.05)
 
     @consumer.on("*")
@@ -1016,7 +1016,7 @@ def test_a_handler_that_ends_the_transaction_of_its_batch_takes_no_other_message
     tick(subscribed)
     with running(consumer):
         wait_until(lambda: _ledger(conn) == ["a", "b"], timeout=20)
-    assert [letter.ev_data for letter in client.dlq_inspect(subscribed)] == ["ends"]
+    assert [letter.ev_data for letter in client.dlq.inspect(subscribed)] == ["ends"]
     assert client.receive(subscribed, "c") == []
 
 
@@ -1055,7 +1055,7 @@ def test_a_handler_that_spoils_its_connection_fails_alone(
     spoil: Callable[[psycopg.Connection[Any], list[object]], None],
 ) -> None:
     """Its message is given up in the end, and the queue goes on."""
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True, poll_interval=0.05)
     kept: list[object] = []
 
@@ -1070,7 +1070,7 @@ def test_a_handler_that_spoils_its_connection_fails_alone(
     tick(subscribed)
     with running(consumer):
         wait_until(lambda: _ledger(conn) == ["a", "b"], timeout=20)
-    assert [letter.ev_data for letter in client.dlq_inspect(subscribed)] == ["spoils"]
+    assert [letter.ev_data for letter in client.dlq.inspect(subscribed)] == ["spoils"]
     assert client.receive(subscribed, "c") == []
 
 
@@ -1084,7 +1084,7 @@ def test_a_message_that_violates_a_deferred_constraint_is_rejected_alone(
     ledger: str,
 ) -> None:
     """The constraint is deferred anew for each message, whatever a handler set."""
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     conn.execute('alter table ledger add constraint "one\'""" unique (payload) deferrable initially deferred')
     conn.execute("alter table ledger add constraint once unique (msg_id) deferrable initially immediate")
     conn.execute("insert into ledger values (0, 'x')")
@@ -1113,10 +1113,10 @@ def test_a_message_that_violates_a_deferred_constraint_is_rejected_alone(
         client.send(subscribed, payload)
     tick(subscribed)
     with running(consumer):
-        wait_until(lambda: len(client.dlq_inspect(subscribed)) == 2)
+        wait_until(lambda: len(client.dlq.inspect(subscribed)) == 2)
     assert _ledger(conn) == ["x", "a", "b", "c"]
     assert checked == []
-    assert all("UniqueViolation" in str(letter.dl_reason) for letter in client.dlq_inspect(subscribed))
+    assert all("UniqueViolation" in str(letter.dl_reason) for letter in client.dlq.inspect(subscribed))
     assert client.receive(subscribed, "c") == []
 
 
@@ -1130,11 +1130,11 @@ def test_a_server_that_cannot_be_reached_is_tried_until_the_consumer_is_stopped(
 
 
 def test_what_trying_again_cannot_help_is_raised(dsn: str, queue: str, fresh_dsn: str) -> None:
-    with pytest.raises(pgque.PgqueQueueNotFound):
+    with pytest.raises(pgque.PgqueQueueNotFoundError):
         pgque.Consumer(dsn, queue="no such queue", name="c", unknown_handler_policy="ack").start()
-    with pytest.raises(pgque.PgqueConsumerNotFound):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError):
         pgque.Consumer(dsn, queue=queue, name="nobody", unknown_handler_policy="ack").start()
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         pgque.Consumer("no connection string", queue=queue, name="c", unknown_handler_policy="ack").start()
     with pytest.raises(pgque.PgqueVersionError):
         pgque.Consumer(fresh_dsn, queue=queue, name="c", unknown_handler_policy="ack").start()
@@ -1232,7 +1232,7 @@ def test_a_batch_is_not_taken_over_while_one_handler_runs_longer_than_the_dead_i
     tick(queue)
     with running(consumer):
         wait_until(lambda: bool(seen))
-        wait_until(lambda: all(info.current_batch is None for info in client.get_consumer_info(queue)))
+        wait_until(lambda: all(info.current_batch is None for info in client.consumers.get_info(queue)))
     assert (len(seen), taken) == (1, [])
 
 
@@ -1282,7 +1282,7 @@ def test_a_consumer_that_reads_on_its_own_has_no_place_for_a_subconsumer(
     worker = pgque.Consumer(dsn, queue=subscribed, name="c", subconsumer="w1")
     seen: list[int] = []
     worker.on("*")(lambda message: seen.append(message.msg_id))
-    with pytest.raises(pgque.PgqueQueueInUse, match="on its own") as refused:
+    with pytest.raises(pgque.PgqueQueueInUseError, match="on its own") as refused:
         worker.start()
     assert "register_subconsumer" in str(refused.value.hint)
 
@@ -1378,11 +1378,11 @@ _KILLED = """
 def test_a_message_whose_handler_kills_the_process_is_dead_at_last_and_no_other_is_rejected(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, transactional: bool
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 1)
+    client.admin.set_queue_config(subscribed, "max_retries", 1)
     client.send_batch(subscribed, "t", ["first", "second", "bad", "third"])
     tick(subscribed)
     handled: list[list[str]] = []
-    while not client.dlq_inspect(subscribed):  # as a supervisor does
+    while not client.dlq.inspect(subscribed):  # as a supervisor does
         process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(_KILLED), dsn, subscribed, str(transactional)],
             stdout=subprocess.PIPE,
@@ -1390,13 +1390,13 @@ def test_a_message_whose_handler_kills_the_process_is_dead_at_last_and_no_other_
         )
 
         def ended(process: subprocess.Popen[str] = process) -> bool:
-            return process.poll() is not None or bool(client.dlq_inspect(subscribed))
+            return process.poll() is not None or bool(client.dlq.inspect(subscribed))
 
         wait_until(ended, timeout=20)
         process.terminate()
         handled.append(process.communicate(timeout=20)[0].splitlines())
         assert len(handled) < 8
-    [letter] = client.dlq_inspect(subscribed)
+    [letter] = client.dlq.inspect(subscribed)
     assert (letter.ev_data, letter.ev_retry) == ("bad", 1)
     assert "the process that handled this message ended" in str(letter.dl_reason)
     assert handled[0] == ["first 0", "second 0", "bad 0"]
@@ -1414,7 +1414,7 @@ def test_a_message_whose_handler_kills_the_process_is_dead_at_last_and_no_other_
 def test_a_message_that_was_alone_in_one_process_that_ended_is_not_rejected(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     client.send(subscribed, "1")
     tick(subscribed)
     assert len(client.receive(subscribed, "c")) == 1  # as a process that is killed then
@@ -1426,7 +1426,7 @@ def test_a_message_that_was_alone_in_one_process_that_ended_is_not_rejected(
         seen.append((message.retry_count, message.receive_count))
 
     with running(consumer):
-        wait_until(lambda: seen or client.dlq_inspect(subscribed))
+        wait_until(lambda: seen or client.dlq.inspect(subscribed))
     assert seen == [(0, 2)]
 
 
@@ -1441,7 +1441,7 @@ def test_messages_of_a_killed_process_come_one_at_a_time_also_behind_retries_tha
     client.send_batch(subscribed, "t", ["left", "left"])
     tick(subscribed)
     assert len(client.receive(subscribed, "c")) == 2  # as a process that is killed then
-    client.retry_now(subscribed, "c")
+    client.consumers.retry_now(subscribed, "c")
     batches: dict[int, list[str | None]] = {}
     consumer = pgque.Consumer(dsn, queue=subscribed, consumer="c")
 
@@ -1468,7 +1468,7 @@ def test_a_handler_that_calls_exit_has_failed(
     kind: str,
     options: dict[str, Any],
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     client.send_batch(subscribed, "t", ["bad", "good"])
     tick(subscribed)
     seen: list[str | None] = []
@@ -1479,8 +1479,8 @@ def test_a_handler_that_calls_exit_has_failed(
             sys.exit(3)
 
     with _consuming(kind, dsn, subscribed, handle, **options):
-        wait_until(lambda: client.dlq_inspect(subscribed) and seen == ["bad", "good"])
-    [letter] = client.dlq_inspect(subscribed)
+        wait_until(lambda: client.dlq.inspect(subscribed) and seen == ["bad", "good"])
+    [letter] = client.dlq.inspect(subscribed)
     assert (letter.ev_data, letter.dl_reason) == ("bad", "SystemExit: 3")
 
 
@@ -1516,7 +1516,7 @@ def test_what_is_done_is_finished_though_the_next_batch_is_out_of_reach(
     ids = client.send_batch(subscribed, "t", ["1", "2"])
     tick(subscribed)
     try:
-        with pytest.raises(pgque.PgquePermissionDenied):
+        with pytest.raises(pgque.PgquePermissionDeniedError):
             consumer.start()
     finally:
         conn.execute(f"grant execute on {takes} to pgque_reader")
@@ -1636,7 +1636,7 @@ def test_a_process_stops_soon_after_a_signal(
 def test_the_async_consumer_wakes_handles_retries_and_stops(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, conn: Connection, ledger: str
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
 
     async def main() -> None:
         consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c", poll_interval=600, transactional=True)
@@ -1663,7 +1663,7 @@ def test_the_async_consumer_wakes_handles_retries_and_stops(
 
     asyncio.run(main())
     assert _ledger(conn) == ["good"] * 3
-    assert [letter.dl_reason for letter in client.dlq_inspect(subscribed)] == ["RuntimeError: no"] * 3
+    assert [letter.dl_reason for letter in client.dlq.inspect(subscribed)] == ["RuntimeError: no"] * 3
 
 
 def test_the_async_consumer_connects_again(
@@ -1697,7 +1697,7 @@ def test_the_async_consumer_connects_again(
 def test_a_plain_function_as_an_async_handler_is_named_in_the_error(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     client.send(subscribed, "x")
     tick(subscribed)
 
@@ -1705,12 +1705,12 @@ def test_a_plain_function_as_an_async_handler_is_named_in_the_error(
         consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c")
         consumer.on("*")(lambda message: None)  # type: ignore[type-var]
         task = asyncio.create_task(consumer.start())
-        await asyncio.to_thread(wait_until, lambda: client.dlq_inspect(subscribed))
+        await asyncio.to_thread(wait_until, lambda: client.dlq.inspect(subscribed))
         consumer.stop()
         await asyncio.wait_for(task, 5)
 
     asyncio.run(main())
-    reason = str(client.dlq_inspect(subscribed)[0].dl_reason)
+    reason = str(client.dlq.inspect(subscribed)[0].dl_reason)
     assert "has to be a coroutine function" in reason
     assert "NoneType" in reason
 
@@ -1753,7 +1753,7 @@ def test_stopping_an_async_consumer_in_a_batch_leaves_its_loop_running(
 def test_a_handler_that_waited_for_something_cancelled_has_failed(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, transactional: bool
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     client.send_batch(subscribed, "t", ["bad", "good"])
     tick(subscribed)
     seen: list[str | None] = []
@@ -1770,14 +1770,14 @@ def test_a_handler_that_waited_for_something_cancelled_has_failed(
             seen.append(message.payload)
 
         task = asyncio.create_task(consumer.start())
-        await asyncio.to_thread(wait_until, lambda: client.dlq_inspect(subscribed))
+        await asyncio.to_thread(wait_until, lambda: client.dlq.inspect(subscribed))
         assert not task.done()
         consumer.stop()
         await asyncio.wait_for(task, 5)
 
     asyncio.run(main())
     assert seen == ["good"]
-    [letter] = client.dlq_inspect(subscribed)
+    [letter] = client.dlq.inspect(subscribed)
     assert (letter.ev_data, letter.dl_reason) == ("bad", "CancelledError: ")
 
 

@@ -126,7 +126,7 @@ def test_tasks_are_enqueued_in_a_transaction_and_run_by_a_worker(project: Projec
         ]
         left = [
             ((m.type or "").rpartition(".")[2], m.status, (m.last_error or "").partition(":")[0])
-            for m in client.list_messages("mail")
+            for m in client.messages.list("mail")
         ]
         assert sorted(left) == [
             ("break_connection", "retry", "OperationalError"),
@@ -140,7 +140,7 @@ def test_tasks_are_enqueued_in_a_transaction_and_run_by_a_worker(project: Projec
 
 def test_sigterm_lets_tasks_finish(project: Project) -> None:
     with pgque.connect(project.dsn, autocommit=True) as client:
-        client.purge("mail")
+        client.admin.purge("mail")
         client.conn.execute("select pg_advisory_lock(1)")
         type_name = "support.django_project.jobs.wait_for_lock"
         msg_id = client.send("mail", {"args": [], "kwargs": {}}, type=type_name)
@@ -155,4 +155,4 @@ def test_sigterm_lets_tasks_finish(project: Project) -> None:
             assert worker.stdout.read().endswith("stopped\n")
             assert worker.wait(20) == 0
         assert ran(client) == ["has waited"]
-        assert msg_id not in [message.msg_id for message in client.list_messages("mail")]
+        assert msg_id not in [message.msg_id for message in client.messages.list("mail")]

@@ -47,7 +47,7 @@ def test_every_code_of_the_sql_file_is_known() -> None:
 
 
 def test_an_unknown_queue_is_named_and_chained(client: pgque.PgqueClient) -> None:
-    with pytest.raises(pgque.PgqueQueueNotFound, match="queue not found") as caught:
+    with pytest.raises(pgque.PgqueQueueNotFoundError, match="queue not found") as caught:
         client.send("no such queue", "x")
     assert caught.value.queue == "no such queue"
     assert caught.value.sqlstate == "PQ001"
@@ -56,13 +56,13 @@ def test_an_unknown_queue_is_named_and_chained(client: pgque.PgqueClient) -> Non
 
 
 def test_an_unknown_consumer_raises_its_own_class(client: pgque.PgqueClient, queue: str) -> None:
-    with pytest.raises(pgque.PgqueConsumerNotFound, match="not subscriber to queue"):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError, match="not subscriber to queue"):
         client.receive(queue, "nobody")
 
 
 def test_an_unknown_batch_raises_its_own_class(client: pgque.PgqueClient) -> None:
-    with pytest.raises(pgque.PgqueBatchNotFound, match="batch not found"):
-        client.get_batch_events(1)
+    with pytest.raises(pgque.PgqueBatchNotFoundError, match="batch not found"):
+        client.pgq.get_batch_events(1)
 
 
 def test_a_foreign_message_cannot_be_nacked(client: pgque.PgqueClient, queue: str, tick: Any) -> None:
@@ -70,19 +70,19 @@ def test_a_foreign_message_cannot_be_nacked(client: pgque.PgqueClient, queue: st
     client.send(queue, "x")
     tick(queue)
     [message] = client.receive(queue, "c")
-    with pytest.raises(pgque.PgqueMessageNotInBatch):
+    with pytest.raises(pgque.PgqueMessageNotInBatchError):
         client.nack(message.batch_id, message.msg_id + 1)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 58, "ž" * 29])
 def test_a_name_that_does_not_fit_is_refused(client: pgque.PgqueClient, name: str) -> None:
-    with pytest.raises(pgque.PgqueInvalidName):
-        client.create_queue(name)
+    with pytest.raises(pgque.PgqueInvalidNameError):
+        client.admin.create_queue(name)
 
 
 def test_an_unknown_setting_is_a_bad_argument(client: pgque.PgqueClient, queue: str) -> None:
-    with pytest.raises(pgque.PgqueBadArgument):
-        client.set_queue_config(queue, "no_such_setting", 1)
+    with pytest.raises(pgque.PgqueBadArgumentError):
+        client.admin.set_queue_config(queue, "no_such_setting", 1)
     with pytest.raises(ValueError, match=re.escape(queue)):
         client.receive(queue, "c", 0)
 
@@ -150,7 +150,7 @@ def test_another_patch_version_is_accepted(fresh_dsn: str) -> None:
     patched = pgque.__version__.rsplit(".", 1)[0] + ".99"
     _pretend(fresh_dsn, patched)
     with pgque.connect(fresh_dsn) as client:
-        assert client.version() == patched
+        assert client.monitor.version() == patched
 
 
 def test_a_refused_version_does_not_harm_the_transaction_of_a_wrapped_connection(fresh_dsn: str) -> None:
@@ -186,8 +186,8 @@ _LOSSES = {
 def test_where_sessions_lose_prepared_statements_calls_go_on_without_them(
     dsn: str, queue: str, monkeypatch: pytest.MonkeyPatch, sqlstate: str
 ) -> None:
-    """As behind a pooler in transaction mode that passes for the server: one call fails, in a way that is worth
-    trying again."""
+    """As behind a pooler in transaction mode that passes for the server: one call fails, in a way that is
+    worth trying again."""
     monkeypatch.setattr(errors, "_behind_pooler", threading.Event())
     prepared = "select count(*) from pg_prepared_statements where not from_sql"
 

@@ -17,7 +17,7 @@ def test_a_night_whose_start_is_delivered_twice_has_one_report(
     nightly = importlib.import_module("nightly")
     with pgque.connect(own_dsn, autocommit=True) as client:
         client.conn.execute(nightly.SET_UP)
-        client.create_queue("example_nightly")
+        client.admin.create_queue("example_nightly")
         client.subscribe("example_nightly", "workers")
         run = {"pgque-recurring": {"run_at": "2026-01-01T02:00:00+00:00"}}
         for _ in range(2):

@@ -85,7 +85,7 @@ def test_the_text_has_each_figure_of_metrics_and_each_check_of_health(
     client = pgque.PgqueClient(conn)
     queue = new_queue('a "quoted" \\ queue\nof two lines' + os.urandom(4).hex())
     client.subscribe(queue, "c")
-    client.set_queue_config(queue, "max_depth", "5000")
+    client.admin.set_queue_config(queue, "max_depth", "5000")
     client.send_batch(queue, ["a", "b"])
     tick(queue)
     with conn.transaction():
@@ -99,8 +99,8 @@ def test_the_text_has_each_figure_of_metrics_and_each_check_of_health(
     assert found[_key("pgque_consumer_pending_events", queue=queue, consumer="c")] == 2
     assert found[_key("pgque_health_status", queue=queue, check="tables")] == 0
     names = {name for name, _ in found}
-    assert {row.metric for row in client.metrics()} <= names
-    assert {row.check_name for row in client.health()} == {
+    assert {row.metric for row in client.monitor.metrics()} <= names
+    assert {row.check_name for row in client.monitor.health()} == {
         dict(labels)["check"] for name, labels in found if name == "pgque_health_status"
     }
     assert conn.execute("show statement_timeout").fetchone() == ("0",)
@@ -280,7 +280,7 @@ def test_a_database_that_cannot_be_read_is_reported_and_connected_to_again(
 
 def test_a_role_needs_no_more_than_pgque_reader(roles: Callable[..., Any], queue: str) -> None:
     assert _figures(exporter.render(roles("reader").dsn))[_key("pgque_queue_paused", queue=queue)] == 0
-    with pytest.raises(pgque.PgquePermissionDenied):
+    with pytest.raises(pgque.PgquePermissionDeniedError):
         exporter.render(roles().dsn)
 
 

@@ -1,4 +1,5 @@
-"""What handlers may give and leave behind, and what is wrong before the first message: consumers and workers alike."""
+"""What handlers may give and leave behind, and what is wrong before the first message: consumers and workers
+alike."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def client(conn: Connection) -> pgque.PgqueClient:
 def pool(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c, whose messages are tried once."""
     client.subscribe(queue, "c")
-    client.set_queue_config(queue, "max_retries", 0)
+    client.admin.set_queue_config(queue, "max_retries", 0)
     return queue
 
 
@@ -77,9 +78,9 @@ def test_an_error_is_a_reason_and_one_without_a_text_too(
     for kind in ("dead", "retry", "raise", "other"):
         client.send(pool, "x", type=kind)
     tick(pool)
-    _run(worker, lambda: len(client.dlq_inspect(pool)) == 4, wait_until)
+    _run(worker, lambda: len(client.dlq.inspect(pool)) == 4, wait_until)
     unreadable = "_Unreadable: its text cannot be read"
-    reasons = {letter.ev_type: letter.dl_reason for letter in client.dlq_inspect(pool)}
+    reasons = {letter.ev_type: letter.dl_reason for letter in client.dlq.inspect(pool)}
     assert reasons == {
         "dead": "ValueError: bad",
         "retry": unreadable,
@@ -114,7 +115,7 @@ def test_a_reason_in_letters_that_the_database_lacks_ends_nobody(
         )
     install(fresh_dsn)
     with pgque.connect(fresh_dsn, autocommit=True) as client:
-        client.create_queue("q", {"max_retries": 0})
+        client.admin.create_queue("q", {"max_retries": 0})
         for name in ("alone", "pool"):
             client.subscribe("q", name)
         client.send("q", "x", type="t")
@@ -132,11 +133,11 @@ def test_a_reason_in_letters_that_the_database_lacks_ends_nobody(
         thread = threading.Thread(target=consumer.start, daemon=True)
         thread.start()
         try:
-            _run(worker, lambda: len(client.dlq_inspect("q")) == 2, wait_until)
+            _run(worker, lambda: len(client.dlq.inspect("q")) == 2, wait_until)
         finally:
             consumer.stop()
             thread.join(20)
-        assert {letter.dl_reason for letter in client.dlq_inspect("q")} == {
+        assert {letter.dl_reason for letter in client.dlq.inspect("q")} == {
             "ValueError: zu groß: ? 5",
             "ValueError: zu gro?: ? 5",
         }
@@ -144,7 +145,7 @@ def test_a_reason_in_letters_that_the_database_lacks_ends_nobody(
 
 def test_a_role_without_rights_gets_a_hint_that_names_the_role_to_grant(roles: Any, queue: str) -> None:
     with pgque.connect(roles().dsn, autocommit=True) as client:
-        with pytest.raises(pgque.PgquePermissionDenied) as caught:
+        with pytest.raises(pgque.PgquePermissionDeniedError) as caught:
             client.receive(queue, "c")
         for word in ("pgque_reader", "pgque_writer", "grant_queue"):
             assert word in str(caught.value)
@@ -152,9 +153,9 @@ def test_a_role_without_rights_gets_a_hint_that_names_the_role_to_grant(roles: A
 
 @pytest.mark.parametrize("after", [-1, float("nan"), 1e300, "5"])
 def test_a_wrong_retry_after_is_refused_at_construction(after: Any) -> None:
-    with pytest.raises(pgque.PgqueBadArgument, match="retry_after"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="retry_after"):
         pgque.Worker(queue="q", consumer="c", retry_after=after)
-    with pytest.raises(pgque.PgqueBadArgument, match="retry_after"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="retry_after"):
         pgque.Consumer(queue="q", name="c", retry_after=after)
 
 
@@ -168,8 +169,8 @@ def test_a_refused_nack_leaves_the_connection_and_the_acks(
         for message in work.messages(timeout=0):
             seen.append(message.payload)
             if message.payload == "b":
-                with pytest.raises(pgque.PgqueBadArgument):
-                    message.nack(after=-1)
+                with pytest.raises(pgque.PgqueBadArgumentError):
+                    message.nack(retry_after=-1)
         assert seen == ["a", "b", "c"]
     assert client.receive(pool, "c", worker="other") == []
 
@@ -311,7 +312,7 @@ def test_a_decorator_without_a_type_and_a_program_without_handlers_are_refused(k
     with pytest.raises(TypeError, match="the message type is missing"):
         register(lambda message: None)
 
-    with pytest.raises(pgque.PgqueBadArgument, match="no handler") as refused:
+    with pytest.raises(pgque.PgqueBadArgumentError, match="no handler") as refused:
         start()
     assert "unknown_handler_policy" in str(refused.value)
 
@@ -320,7 +321,7 @@ def test_what_ends_a_worker_is_one_line_with_the_queue_and_the_hint(
     dsn: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = pgque.Worker(dsn, queue="no_such_queue", consumer="c", unknown_handler_policy="ack")
-    with pytest.raises(pgque.PgqueQueueNotFound) as missing:
+    with pytest.raises(pgque.PgqueQueueNotFoundError) as missing:
         worker.run()
     assert missing.value.hint
     assert missing.value.hint in str(missing.value)
@@ -366,7 +367,7 @@ def test_a_second_handler_of_a_type_is_refused(kind: Any) -> None:
     made.handler("a")(first)
     made.handler("a")(first)  # the same one is none
     made.handler("*")(second)
-    with pytest.raises(pgque.PgqueBadArgument, match="type 'a' have a handler already"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="type 'a' have a handler already"):
         made.handler("a")(second)
 
 

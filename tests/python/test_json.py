@@ -44,7 +44,7 @@ def client(conn: Connection) -> pgque.PgqueClient:
 def subscribed(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c, where what fails is a dead letter."""
     client.subscribe(queue, "c")
-    client.set_queue_config(queue, "max_retries", 0)
+    client.admin.set_queue_config(queue, "max_retries", 0)
     return queue
 
 
@@ -67,7 +67,7 @@ def test_headers_are_read_in_the_encoding_of_the_session(fresh_dsn: str) -> None
                 install.execute(servers.SQL_FILE.read_bytes())
             with pgque.PgqueClient.connect(dsn, autocommit=True) as client:
                 assert client.conn.info.encoding == "iso8859-1"
-                client.create_queue("q")
+                client.admin.create_queue("q")
                 client.subscribe("q", "c")
                 client.send("q", "x", headers={"name": "Zo\xeb"})
                 client.ticker("q")
@@ -95,7 +95,7 @@ def test_numbers_in_headers_keep_their_digits(
         ("small", {"n": 0.0}),
     ]
     assert isinstance(batch[0].headers["list"][1], int)  # type: ignore[index]
-    assert [message.headers for message in client.list_messages(subscribed)] == [m.headers for m in batch]
+    assert [message.headers for message in client.messages.list(subscribed)] == [m.headers for m in batch]
     with psycopg.connect(dsn, cursor_factory=psycopg.ClientCursor) as own:
         assert pgque.PgqueClient(own).peek(subscribed)[0].headers == batch[0].headers
 
@@ -179,10 +179,10 @@ def test_only_the_message_whose_handler_needs_such_headers_fails(
                     if message.payload == "deep":
                         message.dead(f"ValueError: {error}")
     assert seen == {"digits": "a", "deep": None, "good": "c", "unread": None}
-    [letter] = client.dlq_inspect(subscribed)
+    [letter] = client.dlq.inspect(subscribed)
     assert letter.ev_data == "deep"
     assert str(letter.dl_reason).startswith("ValueError: these headers cannot be read: ")
-    assert client.get_consumer_info(subscribed, "c")[0].current_batch is None
+    assert client.consumers.get_info(subscribed, "c")[0].current_batch is None
 
 
 @pytest.mark.parametrize("leaf", [1, ("a",), {1: 2}, b"unknown"], ids=str)

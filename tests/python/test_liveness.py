@@ -204,7 +204,7 @@ def test_the_command_runs_the_worker_of_a_module_and_notifies_systemd(
             client.send(pool, "x")
             tick(pool)
             # Twice: a message that is delivered between two statements of the list is in neither.
-            wait_until(lambda: client.list_messages(pool) == [] == client.list_messages(pool))
+            wait_until(lambda: client.messages.list(pool) == [] == client.messages.list(pool))
             process.send_signal(signal.SIGTERM)
             out, _ = process.communicate(timeout=20)
     assert process.returncode == 0
@@ -250,5 +250,5 @@ def test_the_command_refuses_a_name_that_is_no_worker(
 def test_a_file_that_cannot_be_made_is_refused(pool: str, tmp_path: Path) -> None:
     worker = pgque.Worker(queue=pool, consumer="c", liveness_file=tmp_path / "no" / "folder")
     worker.handler("*")(lambda message: None)
-    with pytest.raises(pgque.PgqueBadArgument, match="liveness_file"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="liveness_file"):
         worker.run()

@@ -1,4 +1,5 @@
-"""min_interval of consumers and workers: a pause after a batch that was not full, in which nothing is held."""
+"""min_interval of consumers and workers: a pause after a batch that was not full, in which nothing is
+held."""
 
 from __future__ import annotations
 
@@ -110,8 +111,8 @@ def feed(client: pgque.PgqueClient, queue: str, kind: str) -> str:
 
 
 def _idle(conn: Connection) -> bool:
-    """Say whether the consumer has nothing in hand: no transaction, no batch; and did not ask for more after its
-    last ack, which a transactional handler gives over a connection of its own."""
+    """Say whether the consumer has nothing in hand: no transaction, no batch; and did not ask for more after
+    its last ack, which a transactional handler gives over a connection of its own."""
     [(in_hand,)] = conn.execute(
         "select (select count(*) from pgque.get_consumer_info() where current_batch is not null)"
         " + (select count(*) from pgque.get_queue_info() as i, pgque.list_workers(i.queue_name))"
@@ -159,7 +160,8 @@ def test_a_full_batch_is_followed_at_once(
 def test_a_backlog_is_drained_without_pauses_though_its_batches_are_not_full(
     dsn: str, feed: str, wait_until: Wait, conn: Connection, kind: str
 ) -> None:
-    """A batch ends with the hundredth tick at the latest. A session sends and ticks, without a call for each."""
+    """A batch ends with the hundredth tick at the latest. A session sends and ticks, without a call for
+    each."""
     runner = Runner(dsn, feed, kind, 500)
     sent = [f"{number:03}" for number in range(250)]
     conn.execute(
@@ -251,7 +253,9 @@ def test_a_lost_connection_does_not_end_the_pause(
 )
 def test_what_is_no_length_of_a_pause_is_refused(cls: Any, wrong: object) -> None:
     name = "consumer" if "consumer" in inspect.signature(cls).parameters else "name"
-    with pytest.raises(pgque.PgqueBadArgument, match=r"min_interval must be from 0 to 86400 seconds, not "):
+    with pytest.raises(
+        pgque.PgqueBadArgumentError, match=r"min_interval must be from 0 to 86400 seconds, not "
+    ):
         cls(queue="q", **{name: "c"}, min_interval=wrong)
     for right in (0, 0.5, DAY):
         assert cls(queue="q", **{name: "c"}, min_interval=right).min_interval == right

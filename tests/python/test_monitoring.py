@@ -104,7 +104,7 @@ def test_each_query_of_the_dashboard_on_postgresql_runs_as_a_reader(
     with psycopg.connect(own_dsn, autocommit=True) as conn:
         database = conn.info.dbname
         client = pgque.PgqueClient(conn)
-        client.create_queue("orders")
+        client.admin.create_queue("orders")
         client.subscribe("orders", "c")
         client.subscribe("orders", "pool")
         client.send_batch("orders", ["a", "b"])
@@ -256,7 +256,7 @@ class _Run:
         client = pgque.PgqueClient(conn)
         client.subscribe(queue, "c")
         for setting, value in {"drop_policy": "drop", "max_retries": "0", "max_depth": "100000"}.items():
-            client.set_queue_config(queue, setting, value)
+            client.admin.set_queue_config(queue, setting, value)
         self._conn, self._client, self._queue = conn, client, queue
         self._end = threading.Event()
         self._held = threading.Event()

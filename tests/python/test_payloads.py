@@ -383,7 +383,7 @@ def test_the_error_names_the_path_of_a_value_that_cannot_be_encoded(
         with pytest.raises(TypeError, match=r"^headers\.a: cannot encode <class 'socket.socket'>"):
             client.send(queue, 1, headers={"a": it})
         with pytest.raises(TypeError, match=r"^setting\.retry_backoff\.a: cannot encode"):
-            client.create_queue("q", {"retry_backoff": {"a": it}})
+            client.admin.create_queue("q", {"retry_backoff": {"a": it}})
     with pytest.raises(TypeError, match=r"^payload\.a: a key of a JSON object cannot be <class 'tuple'>"):
         client.send(queue, {"a": {(1, 2): 3}})
     with pytest.raises(TypeError, match="bytes"):
@@ -457,7 +457,7 @@ def test_an_encoder_that_gives_the_value_back_ends(client: pgque.PgqueClient, qu
 def decode(message: Message) -> object:
     """Read what a program in another language might write."""
     if message.payload == "again":
-        raise pgque.Retry(after=0)
+        raise pgque.Retry(retry_after=0)
     name, _, text = (message.payload or "").partition("=")
     return {name: int(text)}
 
@@ -793,8 +793,8 @@ def test_a_handler_gets_what_its_annotation_asks_for(
         "bare": "b",
         "end": Message,
     }
-    assert client.dlq_inspect(subscribed) == []
-    assert not {status.status for status in client.list_messages(subscribed)} & {"retry", "dead"}
+    assert client.dlq.inspect(subscribed) == []
+    assert not {status.status for status in client.messages.list(subscribed)} & {"retry", "dead"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -839,8 +839,8 @@ def test_a_bad_payload_is_dead_with_the_reason_or_retried(
     with caplog.at_level(logging.WARNING):
         _run(runner)
     assert [message.value.sku for message in called] == ["good"]
-    errors = {m.type: m.last_error for m in client.list_messages(subscribed) if m.status == "retry"}
-    errors |= {letter.ev_type: letter.dl_reason for letter in client.dlq_inspect(subscribed)}
+    errors = {m.type: m.last_error for m in client.messages.list(subscribed) if m.status == "retry"}
+    errors |= {letter.ev_type: letter.dl_reason for letter in client.dlq.inspect(subscribed)}
     assert {type: reason.partition("message")[0] for type, reason in errors.items() if reason} == {
         "typed": "PgquePayloadError: ",
         "asking": "PgquePayloadError: ",
@@ -848,7 +848,7 @@ def test_a_bad_payload_is_dead_with_the_reason_or_retried(
         "failing": "ValueError: not of the payload",
     }
     assert str(errors["typed"]).endswith(" does not fit Item: payload.price: Input should be a valid decimal")
-    dead = {letter.ev_type for letter in client.dlq_inspect(subscribed)}
+    dead = {letter.ev_type for letter in client.dlq.inspect(subscribed)}
     assert dead == ({"typed", "asking", "own"} if setting == "dead" else set())
     lines = [line for line in caplog.messages if line.startswith("handler failed")]
     assert len(lines) == 4
@@ -885,7 +885,7 @@ def test_a_decoder_of_a_worker_reads_for_its_handlers(
         runner.concurrency = 1
     _run(runner)
     assert seen == [3, {"n": 4}]
-    [letter] = client.dlq_inspect(subscribed)
+    [letter] = client.dlq.inspect(subscribed)
     assert "the decoder failed for message" in str(letter.dl_reason)
 
 
@@ -905,9 +905,9 @@ def test_a_decoder_may_have_a_message_retried(
     client.send(subscribed, "", type="end", delay=0)
     tick(subscribed)
     worker.run()
-    [message] = [m for m in client.list_messages(subscribed) if m.payload == "again"]
+    [message] = [m for m in client.messages.list(subscribed) if m.payload == "again"]
     assert message.status in ("retry", "pending")
-    assert client.dlq_inspect(subscribed) == []
+    assert client.dlq.inspect(subscribed) == []
 
 
 class Mailer:
@@ -1144,7 +1144,7 @@ def test_processes_have_typed_handlers_and_a_decoder(
     try:
         wait_until(is_answered, timeout=60)
         assert [message.value for message in batch] == [{"sku": "a"}]
-        wait_until(lambda: [m.status for m in client.list_messages(subscribed)] == ["retry"], timeout=30)
+        wait_until(lambda: [m.status for m in client.messages.list(subscribed)] == ["retry"], timeout=30)
     finally:
         running.terminate()
         running.wait(30)

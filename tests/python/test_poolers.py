@@ -1,7 +1,7 @@
 """Behind a pooler in transaction mode each program prepares nothing, and no call runs as another client's.
 
-psycopg takes the same names for its prepared statements in each process, so behind a pooler that does not follow
-prepared statements a name may be that of another client's statement, which then runs without an error.
+psycopg takes the same names for its prepared statements in each process, so behind a pooler that does not
+follow prepared statements a name may be that of another client's statement, which then runs without an error.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def test_a_release_does_not_run_as_the_ack_of_another_client(
             acknowledging.ack(*take())
         batch_id, ids = take()
         assert releasing.release(batch_id, ids) == 1
-    assert [m.msg_id for m in client.list_messages(queue) if m.msg_id in ids] == ids
+    assert [m.msg_id for m in client.messages.list(queue) if m.msg_id in ids] == ids
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
@@ -152,10 +152,10 @@ def test_a_resume_does_not_run_as_the_purge_of_another_client(
         for _ in range(RUNS):
             purging.purge(other)
         _send(client, queue, tick, 5)
-        client.pause(queue)
+        client.admin.pause(queue)
         resuming.resume(queue)
     client.send(queue, "it is not paused")
-    assert len(client.list_messages(queue)) == 6
+    assert len(client.messages.list(queue)) == 6
 
 
 # Connections of psycopg that can prepare statements, also below Django and SQLAlchemy.
@@ -190,13 +190,14 @@ def test_a_nack_in_a_transaction_of_the_caller_does_not_run_as_the_ack_of_anothe
         acknowledging.commit()
         rejecting.nack(batches[2].batch_id, [batches[2]])
         rejecting.commit()
-    assert [m.msg_id for m in client.list_messages(queue)] == [batches[0].msg_id, batches[2].msg_id]
+    assert [m.msg_id for m in client.messages.list(queue)] == [batches[0].msg_id, batches[2].msg_id]
 
 
 def test_asyncpg_without_its_cache_runs_its_own_statements_in_any_session(
     bouncer: str, sessions: pgbouncer.Sessions, queue: str
 ) -> None:
-    """Also in autocommit. With its cache the second session does not have the statement, or another client's."""
+    """Also in autocommit. With its cache the second session does not have the statement, or another
+    client's."""
     with connections.event_loop() as loop, sessions.in_turn():
         conn = loop.run(connections.asyncpg_connect(bouncer, statement_cache_size=0))
         ids = []
@@ -243,7 +244,7 @@ def test_a_call_prepares_nothing_on_the_callers_connection_which_stays_as_it_is(
             opened.ack(batch[0].batch_id)
         assert _mine(opened, "after")
         assert [tuple(row) for row in opened.execute(_OURS)] == [(0,)]
-        with pytest.raises(pgque.PgqueQueueNotFound), opened.savepoint():
+        with pytest.raises(pgque.PgqueQueueNotFoundError), opened.savepoint():
             opened.send("no such queue", 1)
         assert _mine(opened, "after an error")
         opened.rollback()
@@ -516,9 +517,9 @@ def _clients(bouncer: str, queue: str, **_: Any) -> None:
             for number in range(RUNS):
                 client.send(queue, number)
                 client.send_batch(queue, [number])
-                client.get_queue_info(queue)
-                client.health()
-                client.queue_config(queue)
+                client.monitor.get_queue_info(queue)
+                client.monitor.health()
+                client.admin.queue_config(queue)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

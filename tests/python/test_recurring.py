@@ -31,8 +31,8 @@ def client(dsn: str) -> Iterator[pgque.PgqueClient]:
     """A client that leaves no recurring message behind."""
     with pgque.connect(dsn, autocommit=True) as client:
         yield client
-        for message in client.list_recurring():
-            client.drop_recurring(message.name)
+        for message in client.recurring.list():
+            client.recurring.drop(message.name)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def pool(client: pgque.PgqueClient, queue: str) -> str:
 
 def only(client: pgque.PgqueClient) -> pgque.RecurringMessage:
     """The one recurring message that there is."""
-    (message,) = client.list_recurring()
+    (message,) = client.recurring.list()
     return message
 
 
@@ -55,7 +55,7 @@ def test_a_recurring_message_is_created_listed_changed_and_dropped(
     client: pgque.PgqueClient, pool: str, tick: Tick
 ) -> None:
     starts = datetime(2090, 1, 1, tzinfo=timezone.utc)
-    assert client.create_recurring(
+    assert client.recurring.create(
         "nightly",
         pool,
         "0 3 * * *",
@@ -91,35 +91,35 @@ def test_a_recurring_message_is_created_listed_changed_and_dropped(
         "p",
     )
     assert (message.timezone, message.catch_up, message.starts_at) == ("Europe/Berlin", "all", starts)
-    assert not client.create_recurring("nightly", pool, "0 3 * * *", pgque.Event("event", b"bytes"))
+    assert not client.recurring.create("nightly", pool, "0 3 * * *", pgque.Event("event", b"bytes"))
     assert (only(client).type_name, only(client).payload_bytes) == ("event", b"bytes")
-    sent = client.run_recurring("nightly")
+    sent = client.recurring.run("nightly")
     tick(pool)
     [received] = client.receive(pool, "c")
     assert (received.msg_id, received.payload_bytes) == (sent, b"bytes")
     assert received.headers is not None
     assert received.headers["pgque-recurring"]["name"] == "nightly"
     assert only(client).last_msg_id == sent
-    assert [client.pause_recurring("nightly"), client.pause_recurring("nightly")] == [True, False]
+    assert [client.recurring.pause("nightly"), client.recurring.pause("nightly")] == [True, False]
     assert only(client).status == "paused"
-    assert [client.resume_recurring("nightly"), client.resume_recurring("nightly")] == [True, False]
-    client.drop_recurring("nightly")
-    assert client.list_recurring() == []
+    assert [client.recurring.resume("nightly"), client.recurring.resume("nightly")] == [True, False]
+    client.recurring.drop("nightly")
+    assert client.recurring.list() == []
 
 
 def test_errors_have_their_classes_and_hints(client: pgque.PgqueClient, pool: str) -> None:
-    with pytest.raises(pgque.PgqueBadArgument, match="five fields"):
-        client.create_recurring("r", pool, "every day")
-    with pytest.raises(pgque.PgqueBadArgument, match="no such date"):
-        client.create_recurring("r", pool, "0 0 31 2 *")
-    with pytest.raises(pgque.PgqueQueueNotFound):
-        client.create_recurring("r", "no such queue", "0 3 * * *")
-    with pytest.raises(pgque.PgqueInvalidName):
-        client.create_recurring("", pool, "0 3 * * *")
-    with pytest.raises(pgque.PgqueMessageNotFound, match="list_recurring"):
-        client.drop_recurring("r")
+    with pytest.raises(pgque.PgqueBadArgumentError, match="five fields"):
+        client.recurring.create("r", pool, "every day")
+    with pytest.raises(pgque.PgqueBadArgumentError, match="no such date"):
+        client.recurring.create("r", pool, "0 0 31 2 *")
+    with pytest.raises(pgque.PgqueQueueNotFoundError):
+        client.recurring.create("r", "no such queue", "0 3 * * *")
+    with pytest.raises(pgque.PgqueInvalidNameError):
+        client.recurring.create("", pool, "0 3 * * *")
+    with pytest.raises(pgque.PgqueMessageNotFoundError, match="list_recurring"):
+        client.recurring.drop("r")
     with pytest.raises(ValueError, match="deliver_at"):
-        client.create_recurring("r", pool, "0 3 * * *", pgque.Event("t", 1, deliver_at=datetime.now()))
+        client.recurring.create("r", pool, "0 3 * * *", pgque.Event("t", 1, deliver_at=datetime.now()))
 
 
 def test_the_async_client_has_the_same_calls(dsn: str, client: pgque.PgqueClient, pool: str) -> None:
@@ -133,7 +133,7 @@ def test_the_async_client_has_the_same_calls(dsn: str, client: pgque.PgqueClient
             await other.drop_recurring("r")
 
     asyncio.run(call())
-    assert client.list_recurring() == []
+    assert client.recurring.list() == []
 
 
 # -- workers ------------------------------------------------------------
@@ -149,10 +149,10 @@ def test_a_worker_registers_what_its_handlers_are_for(
     def nightly(message: pgque.Message) -> None:
         seen.append(message.json())
 
-    assert client.list_recurring() == []
+    assert client.recurring.list() == []
     with threads.running(worker.run, worker.stop, 20):
-        wait_until(lambda: client.list_recurring() != [], "it is registered")
-        client.run_recurring(f"{pool}/nightly")
+        wait_until(lambda: client.recurring.list() != [], "it is registered")
+        client.recurring.run(f"{pool}/nightly")
         tick(pool)
         wait_until(lambda: seen == [{"all": True}], "it is handled")
     first = only(client)
@@ -180,8 +180,8 @@ def test_an_async_worker_does_the_same(
             worker.stop()
 
         running = asyncio.create_task(worker.run())
-        await asyncio.to_thread(wait_until, lambda: client.list_recurring() != [], "it is registered")
-        client.run_recurring("mine")
+        await asyncio.to_thread(wait_until, lambda: client.recurring.list() != [], "it is registered")
+        client.recurring.run("mine")
         tick(pool)
         await running
 
@@ -204,7 +204,7 @@ def test_a_worker_of_several_queues_names_one_and_encodes_with_its_own_encoder(
         return {"rooms": value.rooms}
 
     other = f"{pool}2"
-    client.create_queue(other)
+    client.admin.create_queue(other)
     client.subscribe(other, "c")
     seen: list[object] = []
     worker = pgque.Worker(dsn, queues={pool: 1, other: 1}, consumer="c", encoder=encode)
@@ -218,7 +218,7 @@ def test_a_worker_of_several_queues_names_one_and_encodes_with_its_own_encoder(
 
     worker.run(until_idle=True)
     assert (only(client).name, only(client).queue_name) == (f"{other}/night", other)
-    client.run_recurring(f"{other}/night")
+    client.recurring.run(f"{other}/night")
     tick(other)
     worker.run(until_idle=True)
     assert seen == [Night(3)]
@@ -239,7 +239,7 @@ def test_a_worker_with_a_bad_schedule_ends_with_the_error(
 ) -> None:
     worker = pgque.Worker(dsn, queue=pool, consumer="c")
     worker.every("0 0 31 2 *", type="t")(print)
-    with pytest.raises(pgque.PgqueBadArgument, match="no such date"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="no such date"):
         worker.run()
 
 
@@ -273,8 +273,8 @@ def test_a_worker_in_processes_registers_it_too(
     path.write_text(textwrap.dedent(PROGRAM))
     process = subprocess.Popen([sys.executable, str(path), dsn, pool])
     try:
-        wait_until(lambda: client.list_recurring() != [], "it is registered", timeout=30)
-        client.run_recurring(f"{pool}/nightly")
+        wait_until(lambda: client.recurring.list() != [], "it is registered", timeout=30)
+        client.recurring.run(f"{pool}/nightly")
 
         def answered() -> bool:
             tick(pool)

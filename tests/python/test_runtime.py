@@ -67,7 +67,7 @@ def _send(client: pgque.PgqueClient, queue: str, tick: Tick, *payloads: str) -> 
 
 
 def _states(client: pgque.PgqueClient, queue: str) -> dict[str | None, str]:
-    return {message.payload: message.status for message in client.list_messages(queue)}
+    return {message.payload: message.status for message in client.messages.list(queue)}
 
 
 # -- options ------------------------------------------------------------
@@ -77,7 +77,7 @@ def _states(client: pgque.PgqueClient, queue: str) -> dict[str | None, str]:
 def test_a_rejected_message_is_redelivered_as_the_queue_says(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, kind: Kind
 ) -> None:
-    client.set_queue_config(subscribed, "retry_backoff", '{"base": 600}')
+    client.admin.set_queue_config(subscribed, "retry_backoff", '{"base": 600}')
     worker = kind(dsn, queue=subscribed, consumer="c")
 
     @worker.handler("*")
@@ -86,8 +86,8 @@ def test_a_rejected_message_is_redelivered_as_the_queue_says(
 
     _send(client, subscribed, tick, "x")
     with running(worker):
-        wait_until(lambda: client.list_messages(subscribed, "retry"))
-    [message] = client.list_messages(subscribed, "retry")
+        wait_until(lambda: client.messages.list(subscribed, "retry"))
+    [message] = client.messages.list(subscribed, "retry")
     assert message.available_at is not None and message.created_at is not None
     assert (message.available_at - message.created_at).total_seconds() > 590
 
@@ -104,9 +104,9 @@ def test_acknowledged_messages_are_archived_if_that_is_asked_for(
 
     _send(client, subscribed, tick, "a", "dead", "b")
     worker.run(until_idle=True)
-    assert sorted(str(message.payload) for message in client.archive_list(subscribed)) == ["a", "b"]
-    assert [letter.ev_data for letter in client.dlq_inspect(subscribed)] == ["dead"]
-    assert all(info.current_batch is None for info in client.get_consumer_info(subscribed))
+    assert sorted(str(message.payload) for message in client.archived.list(subscribed)) == ["a", "b"]
+    assert [letter.ev_data for letter in client.dlq.inspect(subscribed)] == ["dead"]
+    assert all(info.current_batch is None for info in client.consumers.get_info(subscribed))
 
 
 @both
@@ -118,7 +118,7 @@ def test_as_many_handlers_run_at_a_time_as_are_asked_for(
     worker.handler("*")(lambda message: together.wait())
     _send(client, subscribed, tick, *"abcdef")
     worker.run(until_idle=True)
-    assert client.list_messages(subscribed) == []
+    assert client.messages.list(subscribed) == []
 
 
 def test_a_consumer_handles_its_messages_in_order_also_of_several_queues(
@@ -165,14 +165,14 @@ def test_a_recurring_message_is_registered_by_the_decorator(
     worker = kind(dsn, queue=subscribed, consumer="c")
     worker.every("0 3 * * *", type="nightly")(lambda message: None)
     worker.run(until_idle=True)
-    assert [each.cron for each in client.list_recurring() if each.queue_name == subscribed] == ["0 3 * * *"]
+    assert [each.cron for each in client.recurring.list() if each.queue_name == subscribed] == ["0 3 * * *"]
 
 
 @both
 def test_a_handler_that_runs_too_long_is_rejected_and_the_next_message_is_handled(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, kind: Kind
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     release = threading.Event()
     seen: list[str | None] = []
     worker = kind(dsn, queue=subscribed, consumer="c", concurrency=1, handler_timeout=0.3)
@@ -185,9 +185,9 @@ def test_a_handler_that_runs_too_long_is_rejected_and_the_next_message_is_handle
 
     _send(client, subscribed, tick, "hangs", "next")
     with running(worker):
-        wait_until(lambda: seen == ["next"] and len(client.list_messages(subscribed)) == 1)
+        wait_until(lambda: seen == ["next"] and len(client.messages.list(subscribed)) == 1)
         release.set()
-    assert "handler_timeout" in str(client.dlq_inspect(subscribed)[0].dl_reason)
+    assert "handler_timeout" in str(client.dlq.inspect(subscribed)[0].dl_reason)
 
 
 @both
@@ -215,7 +215,7 @@ def test_an_option_that_cannot_apply_is_refused_with_its_reason(
     kind: Kind, option: dict[str, Any], reason: str, is_async: bool
 ) -> None:
     made: Any = getattr(pgque, f"Async{kind.__name__}") if is_async else kind
-    with pytest.raises(pgque.PgqueBadArgument, match=reason) as refused:
+    with pytest.raises(pgque.PgqueBadArgumentError, match=reason) as refused:
         made(queue="q", consumer="c", **option)
     assert next(iter(option)) in str(refused.value) and refused.value.hint
     with pytest.raises(TypeError, match="no argument 'unknown'"):
@@ -288,7 +288,7 @@ def test_errors_are_retried_or_given_up_by_their_class(
     client.send(subscribed, "not listed", type="default")
     _send(client, subscribed, tick, *map(str, errors))
     worker.run(until_idle=True)
-    found = {(message.type, message.payload): message.status for message in client.list_messages(subscribed)}
+    found = {(message.type, message.payload): message.status for message in client.messages.list(subscribed)}
     assert found == {
         ("default", "not listed"): "retry",
         ("t", "listed"): "retry",
@@ -316,11 +316,11 @@ def test_each_retry_has_its_pause_and_the_last_pause_is_that_of_all_further_ones
     for _ in range(3):
         worker.run(until_idle=True)
         now = datetime.now(timezone.utc)
-        for message in client.list_messages(subscribed, "retry"):
+        for message in client.messages.list(subscribed, "retry"):
             assert message.available_at is not None
             pauses[message.payload].append(round((message.available_at - now).total_seconds(), -2))
-        client.retry_now(subscribed, "c")
-        client.maint()
+        client.consumers.retry_now(subscribed, "c")
+        client.admin.maint()
         tick(subscribed)
     assert pauses == {"raises": [600, 6000, 6000], "returns": [600, 6000, 6000]}
 
@@ -330,8 +330,8 @@ def test_each_retry_has_its_pause_and_the_last_pause_is_that_of_all_further_ones
     [
         ({"retry_on": "ConnectionError"}, TypeError),
         ({"dead_on": [int]}, TypeError),
-        ({"backoff": -1}, pgque.PgqueBadArgument),
-        ({"backoff": ()}, pgque.PgqueBadArgument),
+        ({"backoff": -1}, pgque.PgqueBadArgumentError),
+        ({"backoff": ()}, pgque.PgqueBadArgumentError),
     ],
 )
 def test_what_is_no_class_of_errors_and_no_pause_is_refused(
@@ -380,7 +380,7 @@ def test_what_a_handler_writes_is_committed_with_its_outcome_exactly_once(
     sent = sorted(str(n) for n in range(100))
     _send(client, subscribed, tick, *sent)
     with running(worker):
-        wait_until(lambda: client.list_messages(subscribed) == [], timeout=30)
+        wait_until(lambda: client.messages.list(subscribed) == [], timeout=30)
     assert _ledger(conn) == sent
     assert calls > len(sent)
 
@@ -429,7 +429,7 @@ def test_a_transactional_handler_that_runs_too_long_is_rolled_back(
     ledger: None,
     kind: Kind,
 ) -> None:
-    client.set_queue_config(subscribed, "max_retries", 0)
+    client.admin.set_queue_config(subscribed, "max_retries", 0)
     worker = kind(dsn, queue=subscribed, consumer="c", transactional=True, concurrency=1, handler_timeout=0.5)
     ended: list[BaseException] = []
 
@@ -611,7 +611,7 @@ def test_what_a_consumer_has_done_is_reported_while_the_rest_of_its_batch_is_han
     with running(consumer):
         wait_until(lambda: set(_states(client, subscribed)) == {"slow", "c"})
         release.set()
-        wait_until(lambda: client.list_messages(subscribed) == [])
+        wait_until(lambda: client.messages.list(subscribed) == [])
 
 
 @both
@@ -714,11 +714,11 @@ def test_a_worker_that_ended_by_an_error_works_when_it_is_run_again(
             conn.execute(f"revoke pgque_reader from {reader.name}")
 
     _send(client, subscribed, tick, "hangs", "revokes")
-    with pytest.raises(pgque.PgquePermissionDenied):
+    with pytest.raises(pgque.PgquePermissionDeniedError):
         worker.run()
     conn.execute(f"grant pgque_reader to {reader.name}")
     with running(worker):
-        wait_until(lambda: client.list_messages(subscribed) == [], timeout=20)
+        wait_until(lambda: client.messages.list(subscribed) == [], timeout=20)
     release.set()
 
 

@@ -54,7 +54,7 @@ def client(conn: Connection) -> pgque.PgqueClient:
 @pytest.fixture
 def busy(client: pgque.PgqueClient, queue: str, tick: Tick) -> tuple[str, int]:
     """The name of a queue with messages in every state, and the batch that its consumer c has open."""
-    client.alter_queue(queue, {"rotation_period": PERIOD, "ticker_idle_period": timedelta(seconds=90)})
+    client.admin.alter_queue(queue, {"rotation_period": PERIOD, "ticker_idle_period": timedelta(seconds=90)})
     for consumer in ("c", "workers"):
         client.subscribe(queue, consumer)
     client.send_batch(queue, "t", ["a", "b", "c", "d"], ttls=[PERIOD] * 4, headers=[{"n": 1}] * 4)
@@ -74,20 +74,20 @@ def _calls(queue: str, batch_id: int) -> dict[str, Callable[[Any], Any]]:
     return {
         "receive": lambda client: client.receive(queue, "c"),
         "peek": lambda client: client.peek(queue),
-        "get_batch_events": lambda client: client.get_batch_events(batch_id),
-        "get_batch_info": lambda client: client.get_batch_info(batch_id),
-        "get_queue_info": lambda client: client.get_queue_info(queue),
-        "all queues": lambda client: client.get_queue_info(),
-        "get_consumer_info": lambda client: client.get_consumer_info(queue, "c"),
-        "list_workers": lambda client: client.list_workers(queue),
-        "list_messages": lambda client: client.list_messages(queue),
-        "message_status": lambda client: client.message_status(queue, 1),
-        "archive_list": lambda client: client.archive_list(queue, since=since),
-        "dlq_inspect": lambda client: client.dlq_inspect(queue),
-        "list_poison": lambda client: client.list_poison(queue),
-        "metrics": lambda client: client.metrics(),
-        "health": lambda client: client.health(),
-        "status": lambda client: client.status(),
+        "get_batch_events": lambda client: client.pgq.get_batch_events(batch_id),
+        "get_batch_info": lambda client: client.pgq.get_batch_info(batch_id),
+        "get_queue_info": lambda client: client.monitor.get_queue_info(queue),
+        "all queues": lambda client: client.monitor.get_queue_info(),
+        "get_consumer_info": lambda client: client.consumers.get_info(queue, "c"),
+        "list_workers": lambda client: client.consumers.list_workers(queue),
+        "list_messages": lambda client: client.messages.list(queue),
+        "message_status": lambda client: client.messages.status(queue, 1),
+        "archive_list": lambda client: client.archived.list(queue, since=since),
+        "dlq_inspect": lambda client: client.dlq.inspect(queue),
+        "list_poison": lambda client: client.dlq.list_poison(queue),
+        "metrics": lambda client: client.monitor.metrics(),
+        "health": lambda client: client.monitor.health(),
+        "status": lambda client: client.monitor.status(),
     }
 
 
@@ -163,14 +163,14 @@ def test_what_is_given_is_understood(
         own.set_visibility(batch, PERIOD)
         assert soon(own.list_workers(queue)[0].lease_until, PERIOD)
         own.nack(batch, [taken["plain"]], PERIOD)
-        due = {m.payload: m.available_at for m in client.list_messages(queue) if m.consumer_name != "pgq"}
+        due = {m.payload: m.available_at for m in client.messages.list(queue) if m.consumer_name != "pgq"}
         assert due["due"] == DUE
         assert soon(due["delayed"], PERIOD)
         assert soon(due["plain"], PERIOD)
         open_batch = own.next_batch(queue, "pgq")
         assert open_batch is not None
         own.event_retry(open_batch, taken["ttl"].msg_id, DUE)
-        assert any(near(m.available_at, DUE) for m in client.message_status(queue, taken["ttl"].msg_id))
+        assert any(near(m.available_at, DUE) for m in client.messages.status(queue, taken["ttl"].msg_id))
         own.dead(batch, [taken["ttl"]])
         assert own.dlq_purge(queue, PERIOD) == 0
         assert own.archive_list(queue, since=DUE) == []
@@ -263,7 +263,7 @@ def test_a_time_without_zone_is_local_time_of_the_process(client: pgque.PgqueCli
     client.send(queue, pgque.Event("t", "event", deliver_at=local))
     client.send_batch(queue, "t", ["batch", "zone"], deliver_ats=[local, wanted])
     client.send_batch(queue, "t", [pgque.Event("t", "event of a batch", deliver_at=local)])
-    due = {message.payload: message.available_at for message in client.list_messages(queue)}
+    due = {message.payload: message.available_at for message in client.messages.list(queue)}
     assert due == dict.fromkeys(("send", "event", "batch", "zone", "event of a batch"), wanted)
 
 
@@ -284,8 +284,8 @@ def test_an_event_is_retried_at_a_local_time(client: pgque.PgqueClient, queue: s
     client.send(queue, "x")
     tick(queue)
     [message] = client.receive(queue, "c")
-    client.event_retry(message.batch_id, message.msg_id, datetime(2041, 3, 4, 5, 6))
-    [status] = client.message_status(queue, message.msg_id)
+    client.pgq.event_retry(message.batch_id, message.msg_id, datetime(2041, 3, 4, 5, 6))
+    [status] = client.messages.status(queue, message.msg_id)
     assert status.available_at is not None
     assert abs(status.available_at - datetime(2041, 3, 3, 23, 36, tzinfo=timezone.utc)) < timedelta(minutes=1)
 
@@ -299,15 +299,15 @@ def test_the_archive_is_searched_and_cut_at_a_local_time(
     tick(queue)
     [message] = client.receive(queue, "c")
     client.archive(message.batch_id)
-    [archived] = client.archive_list(queue)
+    [archived] = client.archived.list(queue)
     local = archived.archived_at.astimezone().replace(tzinfo=None)
     minute = timedelta(minutes=1)
-    assert client.archive_list(queue, since=local - minute) == [archived]
-    assert client.archive_list(queue, since=local + minute) == []
-    assert client.archive_list(queue, since=datetime.min) == [archived]
-    assert client.archive_list(queue, since=datetime.max) == []
+    assert client.archived.list(queue, since=local - minute) == [archived]
+    assert client.archived.list(queue, since=local + minute) == []
+    assert client.archived.list(queue, since=datetime.min) == [archived]
+    assert client.archived.list(queue, since=datetime.max) == []
     # The day (UTC) ends at half past five in India, before it does in New York.
     day = archived.archived_at.astimezone(timezone.utc).date() + timedelta(days=1)
     end = datetime(day.year, day.month, day.day, 5, 30)
-    assert client.archive_purge(queue, end - minute) == 0
-    assert client.archive_purge(queue, end + minute) == 1
+    assert client.archived.purge(queue, end - minute) == 0
+    assert client.archived.purge(queue, end + minute) == 1

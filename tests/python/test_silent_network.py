@@ -143,7 +143,7 @@ class Programs:
 
     def are_idle(self) -> bool:
         """Whether everything that was sent is acknowledged."""
-        infos = [self._client.get_consumer_info(queue, "c")[0] for queue in self._queues.values()]
+        infos = [self._client.consumers.get_info(queue, "c")[0] for queue in self._queues.values()]
         return all(info.pending_events == 0 for info in infos)
 
     def send(self, payload: str) -> None:
@@ -213,7 +213,7 @@ def test_transactional_handlers_leave_silent_connections_with_their_worker(
         for payload in ("1", "2"):
             client.send(queue, payload)
             tick(queue)
-            wait_until(lambda payload=payload: payload in seen and client.list_messages(queue) == [])
+            wait_until(lambda payload=payload: payload in seen and client.messages.list(queue) == [])
             path.silence(new_ones=False)
             wait_until(lambda: "connecting again: the server has not answered" in caplog.text)
     assert seen == ["1", "2"]
@@ -227,7 +227,7 @@ def test_the_ticker_leaves_a_silent_connection_for_another(
     monkeypatch.setattr(ticker, "_RUN", LIMIT)
     stop = threading.Event()
     with silent_path(own_dsn) as path, pgque.connect(own_dsn, autocommit=True) as client:
-        client.create_queue("q")
+        client.admin.create_queue("q")
         client.subscribe("q", "c")
         with running(lambda: ticker.run_ticker(path.dsn, stop, command_timeout=LIMIT), stop.set, 20):
             for payload in ("1", "2"):
@@ -423,7 +423,7 @@ def test_statements_and_deferred_constraints_of_a_transactional_handler_have_no_
         handled.append(True)
 
     with running(lambda: consumer.run(catch_signals=False), consumer.stop, 20):
-        wait_until(lambda: client.get_consumer_info(queue, "c")[0].pending_events == 0)
+        wait_until(lambda: client.consumers.get_info(queue, "c")[0].pending_events == 0)
     assert handled == [True]
 
 
@@ -498,10 +498,10 @@ def test_a_second_signal_ends_a_program_at_once_and_its_messages_are_redelivered
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
     if use == "blocked":  # a handler that the signal interrupts has failed
-        assert [message.status for message in client.list_messages(queue)] == ["retry"]
+        assert [message.status for message in client.messages.list(queue)] == ["retry"]
     else:
         assert "1 handlers are left, and their messages are redelivered" in errors
     if kind.endswith("Consumer"):
         assert [message.payload for message in client.receive(queue, "c")] == ["long"]
     elif use != "blocked":
-        assert [worker.messages for worker in client.list_workers(queue, "c")] == [1]
+        assert [worker.messages for worker in client.consumers.list_workers(queue, "c")] == [1]

@@ -38,7 +38,7 @@ def client(conn: Connection) -> pgque.PgqueClient:
 def pool(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c, whose messages are tried once."""
     client.subscribe(queue, "c")
-    client.set_queue_config(queue, "max_retries", 0)
+    client.admin.set_queue_config(queue, "max_retries", 0)
     return queue
 
 
@@ -76,7 +76,7 @@ def _send(client: pgque.PgqueClient, queue: str, tick: Tick, *payloads: str, typ
 
 
 def _reasons(client: pgque.PgqueClient, queue: str) -> dict[str | None, str | None]:
-    return {letter.ev_data: letter.dl_reason for letter in client.dlq_inspect(queue)}
+    return {letter.ev_data: letter.dl_reason for letter in client.dlq.inspect(queue)}
 
 
 # -- time limits ------------------------------------------------------------
@@ -95,9 +95,9 @@ def test_the_time_limit_of_a_handler_wins_over_that_of_its_worker(
         client.send(pool, type, type=type)
     tick(pool)
     with running(worker):
-        wait_until(lambda: len(client.dlq_inspect(pool)) == 2)
+        wait_until(lambda: len(client.dlq.inspect(pool)) == 2)
         release.set()
-        wait_until(lambda: len(client.list_messages(pool)) == 2)
+        wait_until(lambda: len(client.messages.list(pool)) == 2)
     assert _reasons(client, pool) == {
         "short": "the handler ran longer than 0.1 s (timeout)",
         "other": "the handler ran longer than 0.2 s (handler_timeout)",
@@ -185,7 +185,7 @@ def test_a_task_sends_to_its_handler_in_the_transaction_of_the_caller(
     run(worker, until_idle=True)
     assert sorted(map(repr, seen)) == [f"Order(id={n})" for n in (0, 2, 3, 5, 6)]
     assert _reasons(client, pool) == {'{"id": 0}': "ZeroDivisionError: division by zero"}
-    assert [message.status for message in client.list_messages(pool, "delayed")] == ["delayed"]
+    assert [message.status for message in client.messages.list(pool, "delayed")] == ["delayed"]
     called = order(Order(2))
     assert (asyncio.run(called) if _is_async(worker) else called) == 0.5
 
@@ -216,13 +216,13 @@ def test_a_task_of_a_worker_with_several_queues_says_where_it_sends() -> None:
 def test_the_type_of_a_task_cannot_be_another_one() -> None:
     worker: Any = pgque.Worker(queue="q", consumer="c")
     task = worker.task("t")(lambda message: None)
-    with pytest.raises(pgque.PgqueBadArgument, match="sends messages of type 't' to queue q only"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="sends messages of type 't' to queue q only"):
         task.send(None, 1, type="u")
-    with pytest.raises(pgque.PgqueBadArgument, match="not an Event"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="not an Event"):
         task.send(None, pgque.Event("u", 1))
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         task.send_many(None, [pgque.Event("t", 1)])
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         worker.task("*")
 
 
@@ -257,7 +257,7 @@ def test_a_batch_handler_gets_the_messages_of_its_type_in_order_and_at_most_as_m
     assert [n for call in calls for n in call] == list(range(400))
     assert max(map(len, calls)) <= 150 and len(calls) <= 4
     assert others == ["0", "100", "200", "300"]
-    assert client.list_messages(pool) == []
+    assert client.messages.list(pool) == []
 
 
 @pytest.mark.parametrize("transactional", [False, True])
@@ -273,7 +273,7 @@ def test_an_error_of_a_batch_handler_is_that_of_all_its_messages(
     transactional: bool,
 ) -> None:
     worker = made(dsn, queue=pool, consumer="c", transactional=transactional)
-    client.set_queue_config(pool, "max_retries", 5)
+    client.admin.set_queue_config(pool, "max_retries", 5)
 
     def store(messages: list[pgque.Message], own: Any = None) -> None:
         if own is not None and not _is_async(worker):
@@ -287,7 +287,7 @@ def test_an_error_of_a_batch_handler_is_that_of_all_its_messages(
     _send(client, pool, tick, "c", "d", type="given up")
     run(worker, until_idle=True)
     assert _reasons(client, pool) == {"c": "ValueError: no", "d": "ValueError: no"}
-    retried: list[Any] = client.list_messages(pool, "retry")
+    retried: list[Any] = client.messages.list(pool, "retry")
     assert [(message.payload, message.last_error) for message in retried] == [
         ("a", "OSError: no"),
         ("b", "OSError: no"),
@@ -307,7 +307,7 @@ def test_a_batch_handler_may_give_single_messages_an_outcome_and_one_that_does_n
     made: Made,
     transactional: bool,
 ) -> None:
-    client.set_queue_config(pool, "max_retries", 5)
+    client.admin.set_queue_config(pool, "max_retries", 5)
     worker = made(dsn, queue=pool, consumer="c", retry_after=600, transactional=transactional)
     reported: list[str] = []
     worker.error(lambda message, error: reported.append(type(error).__name__))
@@ -330,7 +330,7 @@ def test_a_batch_handler_may_give_single_messages_an_outcome_and_one_that_does_n
     reasons = _reasons(client, pool)
     assert "does not fit Order" in str(reasons.pop('{"id": "bad"}'))
     assert reasons == {'{"id": 1}': "one", '{"id": 3}': "ZeroDivisionError: three"}
-    assert [message.last_error for message in client.list_messages(pool, "retry")] == ["two"]
+    assert [message.last_error for message in client.messages.list(pool, "retry")] == ["two"]
     assert sorted(reported) == ["PgquePayloadError", "ZeroDivisionError"]
 
 
@@ -366,7 +366,7 @@ def test_the_rows_of_a_transactional_batch_handler_are_committed_once_with_the_a
     sent = sorted(str(n) for n in range(100))
     _send(client, pool, tick, *sent)
     with running(worker):
-        wait_until(lambda: client.list_messages(pool) == [], timeout=30)
+        wait_until(lambda: client.messages.list(pool) == [], timeout=30)
     assert ledger() == sent
     assert calls > 5
 
@@ -383,7 +383,7 @@ def test_what_an_async_transactional_batch_handler_writes_is_committed_with_its_
 
     _send(client, pool, tick, "a", "b")
     asyncio.run(worker.run(until_idle=True))
-    assert ledger() == ["a", "b"] and client.list_messages(pool) == []
+    assert ledger() == ["a", "b"] and client.messages.list(pool) == []
 
 
 @kinds
@@ -395,7 +395,7 @@ def test_a_batch_handler_beyond_its_time_is_rejected_with_all_its_messages(
     register(worker, worker.batch_handler("t", timeout=0.1), lambda messages: release.wait(20))
     _send(client, pool, tick, "a", "b")
     with running(worker):
-        wait_until(lambda: len(client.dlq_inspect(pool)) == 2)
+        wait_until(lambda: len(client.dlq.inspect(pool)) == 2)
         release.set()
     assert set(_reasons(client, pool).values()) == {"the handler ran longer than 0.1 s (timeout)"}
 
@@ -416,7 +416,7 @@ def test_batches_are_handled_side_by_side(
     _send(client, pool, tick, *map(str, range(360)))
     run(worker, until_idle=True)
     assert sum(sizes) == 360 and len(sizes) == 3
-    assert client.list_messages(pool) == []  # and no letter of a handler that waited in vain
+    assert client.messages.list(pool) == []  # and no letter of a handler that waited in vain
 
 
 def test_what_cannot_be_a_batch_handler_is_refused() -> None:
@@ -475,7 +475,7 @@ def test_the_task_of_a_cancelled_message_is_cancelled_at_the_next_extension(
         assert client.cancel(pool, first) == "processing"
         wait_until(lambda: ended == [first])
         release.set()
-        wait_until(lambda: client.list_messages(pool) == [])
+        wait_until(lambda: client.messages.list(pool) == [])
     assert ended == [first] and began.count(first) == 1
     assert set(others) <= set(began)
     [line] = [line for line in caplog.messages if "was cancelled, or ended" in line]
@@ -503,7 +503,7 @@ def test_the_thread_of_a_cancelled_message_goes_on_and_its_outcome_does_not_coun
 
     [sent] = _send(client, pool, tick, "cancelled")
     with running(worker):
-        wait_until(lambda: [it.status for it in client.list_messages(pool)] == ["processing"])
+        wait_until(lambda: [it.status for it in client.messages.list(pool)] == ["processing"])
         client.cancel(pool, sent)
         wait_until(lambda: "its thread cannot be cancelled and goes on" in caplog.text)
         _send(client, pool, tick, "next")
@@ -529,10 +529,10 @@ def test_a_batch_handler_goes_on_for_the_messages_that_were_not_cancelled(
     with running(worker):
         wait_until(lambda: calls)
         client.cancel(pool, first)
-        [until] = [it.lease_until for it in client.list_workers(pool)]
-        wait_until(lambda: [it.lease_until for it in client.list_workers(pool)] > [until])
+        [until] = [it.lease_until for it in client.consumers.list_workers(pool)]
+        wait_until(lambda: [it.lease_until for it in client.consumers.list_workers(pool)] > [until])
         release.set()
-        wait_until(lambda: client.list_messages(pool) == [])
+        wait_until(lambda: client.messages.list(pool) == [])
     assert calls == [["a", "b"]]
 
 
@@ -608,7 +608,7 @@ def test_a_batch_handler_is_called_without_a_server() -> None:
         ("goes to", {"payloads": [1], "conn": written, "type": "other"}),
     ]
     for wrong, options in cases:
-        with pytest.raises(pgque.PgqueBadArgument, match=wrong):
+        with pytest.raises(pgque.PgqueBadArgumentError, match=wrong):
             call(store, worker=worker, **options)
-    with pytest.raises(pgque.PgqueBadArgument, match="no handler"):
+    with pytest.raises(pgque.PgqueBadArgumentError, match="no handler"):
         testing.call(print, 1, worker=worker, conn=written)

@@ -43,7 +43,7 @@ def client(conn: Connection) -> pgque.PgqueClient:
 def pool(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c, whose messages are tried once."""
     client.subscribe(queue, "c")
-    client.set_queue_config(queue, "max_retries", 0)
+    client.admin.set_queue_config(queue, "max_retries", 0)
     return queue
 
 
@@ -104,7 +104,7 @@ def test_a_handler_is_ended_though_its_worker_waits_for_the_database(
         wait_until(lambda: "ran longer than 2 s" in caplog.text)
         assert _waits_for_a_lock(conn, "waits")
         holder.execute("commit")
-        wait_until(lambda: len(client.dlq_inspect(pool)) == 1)
+        wait_until(lambda: len(client.dlq.inspect(pool)) == 1)
         release.set()
 
 
@@ -149,7 +149,7 @@ def test_handlers_that_hang_in_every_place_are_counted_and_leave_the_liveness_fi
             wait_until(touched(), "it is touched while a place is free")
             if made is pgque.Consumer:  # which has one batch at a time
                 release.set()
-                wait_until(lambda: client.get_consumer_info(pool, "c")[0].pending_events == 0)
+                wait_until(lambda: client.consumers.get_info(pool, "c")[0].pending_events == 0)
                 release.clear()
                 _send(client, pool, tick, "two", "three")
                 wait_until(lambda: hanging() == 3)
@@ -198,7 +198,7 @@ def test_a_handler_that_blocks_the_event_loop_is_named(
         if made is pgque.AsyncWorker:  # its lease is extended
             assert client.receive(pool, "c", worker="other", visibility_timeout=60) == []
         release.set()
-        wait_until(lambda: client.get_consumer_info(pool, "c")[0].pending_events == 0)
+        wait_until(lambda: client.consumers.get_info(pool, "c")[0].pending_events == 0)
     [text] = [message for message in caplog.messages if "event loop" in message]
     assert "test_time_limits.py" in text and "in blocks" in text
     assert seen == [1]
@@ -245,5 +245,5 @@ def test_the_process_of_a_handler_that_runs_too_long_is_ended(
             handled.append(process.stdout.readline().split())
             assert handled[-1], "it has ended"
     assert handled[0][2] not in {each[2] for each in handled[1:]}
-    reasons = [letter.dl_reason for letter in client.dlq_inspect(pool)]
+    reasons = [letter.dl_reason for letter in client.dlq.inspect(pool)]
     assert reasons == (["the handler ran longer than 0.5 s (handler_timeout)"] if payload == "sleeps" else [])

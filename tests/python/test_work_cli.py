@@ -156,7 +156,7 @@ def test_what_failed_is_archived_and_sent_again(
     run("send", pool, "x")
     tick(pool)
     [message] = _received(run, pool, "--visibility-timeout", "1s")
-    wait_until(lambda: client.receive(pool, "c", worker="w2") == [] and client.dlq_inspect(pool) != [])
+    wait_until(lambda: client.receive(pool, "c", worker="w2") == [] and client.dlq.inspect(pool) != [])
     [poison] = json.loads(run("poison", "list", pool, "--json"))
     assert poison["msg_id"] == message["msg_id"]
     assert run("poison", "archive", pool) == "1 archived\n"
@@ -174,7 +174,7 @@ def test_dead_letters_are_sent_again_to_all(
     tick(pool)
     [message] = _received(run, pool)
     run("dead", str(message["batch_id"]), str(msg_id))
-    [letter] = client.dlq_inspect(pool)
+    [letter] = client.dlq.inspect(pool)
     assert int(run("dlq", "replay", str(letter.dl_id))) > msg_id
 
 

@@ -66,7 +66,7 @@ def test_a_delayed_message_comes_when_its_time_has(
     seen: set[str | None] = set()
 
     def both() -> bool:
-        client.maint()
+        client.admin.maint()
         tick(pool)
         seen.update(m.payload for m in _take(client, pool))
         return len(seen) >= 2
@@ -149,15 +149,15 @@ def test_a_batch_that_does_not_fit_together_is_refused(client: pgque.PgqueClient
     ids=["delay", "ttl", "empty key", "long key", "both"],
 )
 def test_options_out_of_range_are_bad_arguments(client: pgque.PgqueClient, pool: str, options: Any) -> None:
-    with pytest.raises(pgque.PgqueBadArgument) as caught:
+    with pytest.raises(pgque.PgqueBadArgumentError) as caught:
         client.send(pool, "x", **options)
     assert caught.value.sqlstate == "PQ005"
 
 
 def test_a_full_queue_raises_its_own_class(client: pgque.PgqueClient, pool: str) -> None:
-    client.set_queue_config(pool, "max_depth", 2)
+    client.admin.set_queue_config(pool, "max_depth", 2)
     client.send_batch(pool, "t", ["a", "b"])
-    with pytest.raises(pgque.PgqueQueueFull) as caught:
+    with pytest.raises(pgque.PgqueQueueFullError) as caught:
         client.send(pool, "c")
     assert (caught.value.sqlstate, caught.value.queue) == ("PQ003", pool)
 
@@ -179,7 +179,7 @@ def test_workers_get_different_messages(client: pgque.PgqueClient, pool: str, ti
 def test_a_visibility_timeout_has_to_be_more_than_nothing(
     client: pgque.PgqueClient, pool: str, timeout: Any
 ) -> None:
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         client.receive(pool, "c", worker="w", visibility_timeout=timeout)
 
 
@@ -216,9 +216,9 @@ def test_each_message_of_a_batch_has_its_own_outcome(
         2,
     )
     assert back["released"].retry_count == 0
-    [letter] = client.dlq_inspect(pool)
+    [letter] = client.dlq.inspect(pool)
     assert (letter.ev_id, letter.dl_reason) == (d.msg_id, "no good")
-    [archived] = client.archive_list(pool)
+    [archived] = client.archived.list(pool)
     assert (archived.msg_id, archived.payload, archived.worker, archived.queue) == (
         b.msg_id,
         "archived",
@@ -234,7 +234,7 @@ def test_a_whole_batch_is_archived_or_released(client: pgque.PgqueClient, pool: 
     assert client.release(batch[0].batch_id) == 2
     batch = _take(client, pool, "w2")
     assert [o.ok for o in client.archive(batch[0].batch_id)] == [True, True]
-    assert len(client.archive_list(pool)) == 2
+    assert len(client.archived.list(pool)) == 2
 
 
 def _take_over(client: pgque.PgqueClient, queue: str, wait_until: Wait) -> pgque.Message:
@@ -263,9 +263,9 @@ def test_a_batch_can_be_held_longer_and_is_lost_otherwise(
     assert client.ack(message.batch_id, [message]) == [
         pgque.Outcome(message.msg_id, False, "lost to another worker")
     ]
-    with pytest.raises(pgque.PgqueBatchNotFound):
+    with pytest.raises(pgque.PgqueBatchNotFoundError):
         client.nack(message.batch_id, message)
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         client.extend(again.batch_id, -1)
 
 
@@ -280,14 +280,14 @@ def test_a_batch_whose_visibility_was_set_is_lost_like_any_other(
     assert client.ack(message.batch_id, [message]) == [
         pgque.Outcome(message.msg_id, False, "lost to another worker")
     ]
-    with pytest.raises(pgque.PgqueBatchNotFound):
+    with pytest.raises(pgque.PgqueBatchNotFoundError):
         client.nack(message.batch_id, message)
 
 
 def test_without_a_time_a_nacked_message_follows_the_backoff_of_its_queue(
     client: pgque.PgqueClient, pool: str, tick: Tick
 ) -> None:
-    client.set_queue_config(pool, "retry_backoff", {"base": 0, "factor": 1, "cap": 0, "jitter": 0})
+    client.admin.set_queue_config(pool, "retry_backoff", {"base": 0, "factor": 1, "cap": 0, "jitter": 0})
     client.send(pool, "x")
     tick(pool)
     [message] = _take(client, pool)
@@ -305,7 +305,7 @@ def test_messages_of_one_key_come_one_at_a_time_where_the_consumer_asks_for_it(
     assert [m.payload for m in first] == ["a1"]
     assert [m.payload for m in _take(client, queue, "w2", 1)] == ["b1"]
     assert _take(client, queue, "w3", 1) == []
-    assert [(w.worker, w.waiting) for w in client.list_workers(queue)] == [("w1", 1), ("w2", 0)]
+    assert [(w.worker, w.waiting) for w in client.consumers.list_workers(queue)] == [("w1", 1), ("w2", 0)]
     client.ack(first[0].batch_id)
     assert [m.payload for m in _take(client, queue, "w3", 1)] == ["a2"]
 
@@ -317,12 +317,12 @@ def test_the_messages_of_one_key_that_workers_have_are_limited(
     client.send_batch(queue, "t", ["a1", "a2", "a3", "a4"], partition_keys=["a"] * 4)
     tick(queue)
     assert [m.payload for m in _take(client, queue, "w1")] == ["a1", "a2"]
-    assert [client.set_key_concurrency(queue, "c", 3) for _ in range(2)] == [1, 0]
+    assert [client.consumers.set_key_concurrency(queue, "c", 3) for _ in range(2)] == [1, 0]
     assert [m.payload for m in _take(client, queue, "w2")] == ["a3"]
-    assert client.set_key_concurrency(queue, "c", None) == 1
+    assert client.consumers.set_key_concurrency(queue, "c", None) == 1
     assert [m.payload for m in _take(client, queue, "w3")] == ["a4"]
-    with pytest.raises(pgque.PgqueBadArgument):
-        client.set_key_concurrency(queue, "c", 0)
+    with pytest.raises(pgque.PgqueBadArgumentError):
+        client.consumers.set_key_concurrency(queue, "c", 0)
 
 
 # -- operating ------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_workers_are_listed_and_their_batches_reclaimed(
     client.send_batch(pool, "t", ["a", "b", "c"])
     tick(pool)
     _take(client, pool, "w1", 2)
-    [worker] = client.list_workers(pool, "c")
+    [worker] = client.consumers.list_workers(pool, "c")
     assert (worker.queue, worker.consumer, worker.worker, worker.batches, worker.messages) == (
         pool,
         "c",
@@ -343,9 +343,9 @@ def test_workers_are_listed_and_their_batches_reclaimed(
         2,
     )
     assert worker.lease_until is not None
-    assert any(w.queue == pool for w in client.list_workers())
-    assert client.reclaim(pool, "c", older_than=timedelta(hours=1)) == 0
-    assert client.reclaim(pool, "c") == 1
+    assert any(w.queue == pool for w in client.consumers.list_workers())
+    assert client.consumers.reclaim(pool, "c", older_than=timedelta(hours=1)) == 0
+    assert client.consumers.reclaim(pool, "c") == 1
     assert len(_take(client, pool, "w2")) + len(_take(client, pool, "w2")) == 3
 
 
@@ -356,13 +356,13 @@ def test_a_consumer_is_shared_by_workers_and_read_on_its_own_again(
     tick(pool)
     alone = client.receive(pool, "c", 2)
     client.nack(alone[0].batch_id, [alone[0]], 0)
-    with pytest.raises(pgque.PgqueQueueInUse, match="share_consumer"):
+    with pytest.raises(pgque.PgqueQueueInUseError, match="share_consumer"):
         client.receive(pool, "c", worker="w1")
-    assert [client.share_consumer(pool, "c") for _ in range(2)] == [1, 0]
+    assert [client.consumers.share(pool, "c") for _ in range(2)] == [1, 0]
     assert client.ack(alone[0].batch_id) == 0
     shared = client.receive(pool, "c", 2, worker="w1")
     assert {m.payload for m in shared} <= {"retried", "open"}
-    assert [client.unshare_consumer(pool, "c") for _ in range(2)] == [1, 0]
+    assert [client.consumers.unshare(pool, "c") for _ in range(2)] == [1, 0]
     got: list[object] = []
     while batch := client.receive(pool, "c"):
         got += [m.payload for m in batch]
@@ -375,18 +375,18 @@ def test_messages_are_listed_with_their_status(client: pgque.PgqueClient, pool: 
     later = client.send(pool, "later", delay=3600)
     tick(pool)
     _take(client, pool, "w1", 1)
-    status = {m.msg_id: m.status for m in client.list_messages(pool)}
+    status = {m.msg_id: m.status for m in client.messages.list(pool)}
     assert status == {first: "processing", second: "pending", later: "delayed"}
-    [processing] = client.list_messages(pool, "processing", 10)
+    [processing] = client.messages.list(pool, "processing", 10)
     assert (processing.payload_bytes, processing.headers, processing.worker) == (b"raw", {"a": 1}, "w1")
-    [one] = client.message_status(pool, first)
+    [one] = client.messages.status(pool, first)
     assert (one.consumer_name, one.status, one.receive_count, one.worker) == ("c", "processing", 1, "w1")
-    with pytest.raises(pgque.PgqueMessageNotFound):
-        client.message_status(pool, 10**12)
-    assert client.get_message(pool, first) == [processing]
-    assert pgque.QueueRights(pool, True, True, True, True) in client.my_rights()
-    with pytest.raises(pgque.PgqueMessageNotFound):
-        client.get_message(pool, 10**12)
+    with pytest.raises(pgque.PgqueMessageNotFoundError):
+        client.messages.status(pool, 10**12)
+    assert client.messages.get(pool, first) == [processing]
+    assert pgque.QueueRights(pool, True, True, True, True) in client.admin.my_rights()
+    with pytest.raises(pgque.PgqueMessageNotFoundError):
+        client.messages.get(pool, 10**12)
     at = processing.created_at
     assert at is not None
     for filters, expected in (
@@ -398,14 +398,14 @@ def test_messages_are_listed_with_their_status(client: pgque.PgqueClient, pool: 
         ({"consumer": "nobody"}, []),
         ({"key": "k"}, []),
     ):
-        assert [m.msg_id for m in client.list_messages(pool, **filters)] == expected, filters
+        assert [m.msg_id for m in client.messages.list(pool, **filters)] == expected, filters
 
 
 def test_a_queue_or_a_key_is_purged(client: pgque.PgqueClient, pool: str, tick: Tick) -> None:
     client.send_batch(pool, "t", ["a", "b", "c"], keys=["k", None, None])
     tick(pool)
-    assert client.purge_key(pool, "k") == 1
-    assert client.purge(pool) >= 2  # as the slowest consumer counted them
+    assert client.messages.purge_key(pool, "k") == 1
+    assert client.admin.purge(pool) >= 2  # as the slowest consumer counted them
     assert _take(client, pool) == []
 
 
@@ -419,61 +419,61 @@ def test_a_message_is_cancelled_for_all_or_for_one_consumer(
     assert client.cancel(pool, second, "c") == "cancelled"
     (message,) = _take(client, pool)
     assert message.msg_id == third
-    with pytest.raises(pgque.PgqueMessageNotFound):
+    with pytest.raises(pgque.PgqueMessageNotFoundError):
         client.cancel(pool, third + 1000)
 
 
 def test_poison_is_listed_archived_and_replayed(
     client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
 ) -> None:
-    client.set_queue_config(pool, "max_receive_attempts", 1)
+    client.admin.set_queue_config(pool, "max_receive_attempts", 1)
     msg_id = client.send(pool, "x")
     tick(pool)
     _take(client, pool, timeout=0.01)
-    wait_until(lambda: _take(client, pool) == [] and client.dlq_inspect(pool) != [])
-    [poison] = client.list_poison(pool)
+    wait_until(lambda: _take(client, pool) == [] and client.dlq.inspect(pool) != [])
+    [poison] = client.dlq.list_poison(pool)
     assert (poison.msg_id, poison.consumer_name, poison.status) == (msg_id, "c", "dead")
-    assert poison.dl_id == client.dlq_inspect(pool)[0].dl_id
-    assert client.archive_poison(pool) == 1
-    assert client.list_poison(pool) == []
-    [archived] = client.archive_list(pool, 10, datetime.now(timezone.utc) - timedelta(minutes=1))
-    assert client.archive_replay(archived.archive_id) > msg_id
+    assert poison.dl_id == client.dlq.inspect(pool)[0].dl_id
+    assert client.dlq.archive_poison(pool) == 1
+    assert client.dlq.list_poison(pool) == []
+    [archived] = client.archived.list(pool, 10, datetime.now(timezone.utc) - timedelta(minutes=1))
+    assert client.archived.replay(archived.archive_id) > msg_id
     tick(pool)
     assert [m.payload for m in _take(client, pool)] == ["x"]
-    assert client.archive_purge(pool, datetime.now(timezone.utc) - timedelta(days=365)) == 0
-    with pytest.raises(pgque.PgqueMessageNotFound):
-        client.archive_replay(10**12)
+    assert client.archived.purge(pool, datetime.now(timezone.utc) - timedelta(days=365)) == 0
+    with pytest.raises(pgque.PgqueMessageNotFoundError):
+        client.archived.replay(10**12)
 
 
 def test_a_role_with_a_right_to_one_queue_uses_that_queue(
     client: pgque.PgqueClient, pool: str, new_queue: Callable[[], str], nobody: Any
 ) -> None:
     other = new_queue()
-    assert client.grant_queue(pool, nobody.name, "produce")
-    assert not client.grant_queue(pool, nobody.name, "produce")
+    assert client.admin.grant_queue(pool, nobody.name, "produce")
+    assert not client.admin.grant_queue(pool, nobody.name, "produce")
     with pgque.connect(nobody.dsn, autocommit=True) as user:
         assert user.send(pool, "x") > 0
-        with pytest.raises(pgque.PgquePermissionDenied, match=other):
+        with pytest.raises(pgque.PgquePermissionDeniedError, match=other):
             user.send(other, "x")
-        with pytest.raises(pgque.PgquePermissionDenied, match=pool):
+        with pytest.raises(pgque.PgquePermissionDeniedError, match=pool):
             user.subscribe(pool, "mine")
-        assert client.revoke_queue(pool, nobody.name, "produce")
-        assert not client.revoke_queue(pool, nobody.name, "produce")
-        with pytest.raises(pgque.PgquePermissionDenied):
+        assert client.admin.revoke_queue(pool, nobody.name, "produce")
+        assert not client.admin.revoke_queue(pool, nobody.name, "produce")
+        with pytest.raises(pgque.PgquePermissionDeniedError):
             user.send(pool, "x")
-    with pytest.raises(pgque.PgqueBadArgument):
-        client.grant_queue(pool, nobody.name, "everything")
+    with pytest.raises(pgque.PgqueBadArgumentError):
+        client.admin.grant_queue(pool, nobody.name, "everything")
 
 
 def test_queues_are_renamed_and_found_by_their_id(
     client: pgque.PgqueClient, pool: str, tick: Tick, conn: Connection
 ) -> None:
     new_name = f"{pool}_new"
-    assert client.rename_queue(pool, new_name) == 1
-    with pytest.raises(pgque.PgqueQueueNotFound):
+    assert client.admin.rename_queue(pool, new_name) == 1
+    with pytest.raises(pgque.PgqueQueueNotFoundError):
         client.send(pool, "x")
     client.send(new_name, "x")
-    assert client.rename_queue(new_name, pool) == 1
+    assert client.admin.rename_queue(new_name, pool) == 1
     row = conn.execute(
         "select q.queue_uid::text from pgque.queue as q where q.queue_name = %s", [pool]
     ).fetchone()
@@ -483,22 +483,22 @@ def test_queues_are_renamed_and_found_by_their_id(
 
 
 def test_defaults_hold_for_queues_without_a_value_of_their_own(client: pgque.PgqueClient, pool: str) -> None:
-    before = client.queue_config(pool)["max_receive_attempts"]
-    client.set_default_config("max_receive_attempts", 7)
+    before = client.admin.queue_config(pool)["max_receive_attempts"]
+    client.admin.set_default_config("max_receive_attempts", 7)
     try:
-        assert client.queue_config(pool)["max_receive_attempts"] == "7"
-        client.set_queue_config(pool, "max_receive_attempts", 3)
-        assert client.queue_config(pool)["max_receive_attempts"] == "3"
+        assert client.admin.queue_config(pool)["max_receive_attempts"] == "7"
+        client.admin.set_queue_config(pool, "max_receive_attempts", 3)
+        assert client.admin.queue_config(pool)["max_receive_attempts"] == "3"
     finally:
-        client.set_default_config("max_receive_attempts", None)
-    client.set_queue_config(pool, "max_receive_attempts", None)
-    assert client.queue_config(pool)["max_receive_attempts"] == before
+        client.admin.set_default_config("max_receive_attempts", None)
+    client.admin.set_queue_config(pool, "max_receive_attempts", None)
+    assert client.admin.queue_config(pool)["max_receive_attempts"] == before
 
 
 def test_what_expired_is_taken_out_now_or_on_schedule(client: pgque.PgqueClient, pool: str) -> None:
-    assert client.expire_messages(pool) == 0
-    assert client.delete_expired(pool) == 0
-    with pytest.raises(pgque.PgqueBadArgument):
-        client.set_schedule("expire", "now and then")
-    assert client.set_schedule("expire", 60)
-    assert client.set_schedule("expire", "") == ""
+    assert client.admin.expire_messages(pool) == 0
+    assert client.dlq.delete_expired(pool) == 0
+    with pytest.raises(pgque.PgqueBadArgumentError):
+        client.admin.set_schedule("expire", "now and then")
+    assert client.admin.set_schedule("expire", 60)
+    assert client.admin.set_schedule("expire", "") == ""

@@ -39,7 +39,7 @@ def _left(client: pgque.PgqueClient, queue: str) -> list[str | None]:
 
 
 def _held(client: pgque.PgqueClient, queue: str) -> int:
-    return sum(worker.messages for worker in client.list_workers(queue, "c"))
+    return sum(worker.messages for worker in client.consumers.list_workers(queue, "c"))
 
 
 def test_messages_are_acked_when_the_next_one_is_asked_for(
@@ -82,9 +82,9 @@ def test_another_outcome_can_be_chosen(client: pgque.PgqueClient, work: pgque.Wo
                 assert not message.ack()
     assert with_release == ["ack", "archive", "nack", "dead", "release", "none", "release"]
     assert _held(client, work.queue) == 0
-    assert [a.payload for a in client.archive_list(work.queue)] == ["archive"]
-    assert [d.ev_data for d in client.dlq_inspect(work.queue)] == ["dead"]
-    [retry] = client.list_messages(work.queue, "retry")
+    assert [a.payload for a in client.archived.list(work.queue)] == ["archive"]
+    assert [d.ev_data for d in client.dlq.inspect(work.queue)] == ["dead"]
+    [retry] = client.messages.list(work.queue, "retry")
     assert (retry.payload, retry.last_error) == ("nack", "later ")
 
 
@@ -97,7 +97,7 @@ def test_leaving_the_loop_releases_messages_not_given_and_acks_those_done(
         if message.payload == "b":
             break
     assert _left(client, work.queue) == ["c", "d"]
-    assert client.reclaim(work.queue, "c") >= 2
+    assert client.consumers.reclaim(work.queue, "c") >= 2
     assert sorted(map(str, _left(client, work.queue))) == ["b", "c", "d"]
 
 
@@ -318,9 +318,15 @@ def test_the_error_names_what_is_missing(dsn: str, queue: str) -> None:
         pgque.WorkQueue(dsn)
     with pgque.WorkQueue(dsn, queue) as work, pytest.raises(ValueError, match="name of its consumer"):
         next(iter(work.messages()))
-    with pgque.WorkQueue(dsn, "no such queue", consumer="c") as work, pytest.raises(pgque.PgqueQueueNotFound):
+    with (
+        pgque.WorkQueue(dsn, "no such queue", consumer="c") as work,
+        pytest.raises(pgque.PgqueQueueNotFoundError),
+    ):
         next(iter(work.messages()))
-    with pgque.WorkQueue(dsn, queue, consumer="nobody") as work, pytest.raises(pgque.PgqueConsumerNotFound):
+    with (
+        pgque.WorkQueue(dsn, queue, consumer="nobody") as work,
+        pytest.raises(pgque.PgqueConsumerNotFoundError),
+    ):
         next(iter(work.messages()))
 
 
@@ -347,7 +353,7 @@ def test_the_async_queue_does_the_same(dsn: str, client: pgque.PgqueClient, queu
 
     assert asyncio.run(call()) == ["a", "b", "c", "d"]
     assert _left(client, queue) == ["y"]
-    assert [d.ev_data for d in client.dlq_inspect(queue)] == ["b"]
+    assert [d.ev_data for d in client.dlq.inspect(queue)] == ["b"]
 
 
 @pytest.mark.parametrize("then", ["close at once", "settle", "send", "do something else"])
@@ -378,7 +384,7 @@ def test_closing_the_async_queue_releases_messages_that_a_loop_left_by_break_was
     asyncio.run(call())
     assert _left(client, queue) == ["c", "d"]
     assert caplog.messages == []
-    client.reclaim(queue, "c")
+    client.consumers.reclaim(queue, "c")
     assert sorted(map(str, _left(client, queue))) == (["c", "d"] if then == "settle" else ["b", "c", "d"])
 
 
@@ -393,5 +399,5 @@ def test_closing_the_queue_in_a_loop_releases_messages_that_it_was_not_given(
     assert _left(client, work.queue) == ["c"]
     loop.close()
     assert caplog.messages == []
-    client.reclaim(work.queue, "c")
+    client.consumers.reclaim(work.queue, "c")
     assert sorted(map(str, _left(client, work.queue))) == ["b", "c"]

@@ -63,7 +63,7 @@ def _left(client: pgque.PgqueClient, queue: str) -> list[str | None]:
 
 
 def _held(client: pgque.PgqueClient, queue: str) -> int:
-    return sum(worker.messages for worker in client.list_workers(queue, "c"))
+    return sum(worker.messages for worker in client.consumers.list_workers(queue, "c"))
 
 
 def test_messages_go_to_the_handler_of_their_type_and_are_acked(
@@ -231,7 +231,7 @@ def test_an_exception_gives_the_message_back_with_its_text(
 def test_the_text_of_an_error_is_made_storable_and_cut(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
 ) -> None:
-    client.set_queue_config(pool, "max_receive_attempts", 1)
+    client.admin.set_queue_config(pool, "max_receive_attempts", 1)
     worker = pgque.Worker(dsn, queue=pool, consumer="c")
 
     @worker.handler("*")
@@ -240,8 +240,8 @@ def test_the_text_of_an_error_is_made_storable_and_cut(
 
     _send(client, pool, tick, "x")
     with running(worker):
-        wait_until(lambda: bool(client.dlq_inspect(pool)))
-    [letter] = client.dlq_inspect(pool)
+        wait_until(lambda: bool(client.dlq.inspect(pool)))
+    [letter] = client.dlq.inspect(pool)
     reason = letter.dl_reason or ""
     assert reason.startswith("ValueError: nul , surrogate ?, long xxx")
     assert len(reason) <= 2000
@@ -260,8 +260,8 @@ def test_a_handler_that_returns_an_awaitable_has_failed(
 
     _send(client, pool, tick, "a")
     with running(worker):
-        wait_until(lambda: client.list_messages(pool, "retry"))
-    assert "returned an awaitable" in str(client.list_messages(pool, "retry")[0].last_error)
+        wait_until(lambda: client.messages.list(pool, "retry"))
+    assert "returned an awaitable" in str(client.messages.list(pool, "retry")[0].last_error)
 
 
 def test_a_handler_may_return_or_raise_an_outcome(
@@ -282,7 +282,7 @@ def test_a_handler_may_return_or_raise_an_outcome(
             raise Mine
         match message.payload:
             case "retry":
-                return pgque.Retry(after=3600, reason="busy")
+                return pgque.Retry(retry_after=3600, reason="busy")
             case "raised":
                 raise pgque.Retry(0, "soon") if first else pgque.Dead("enough")
             case "dead":
@@ -295,11 +295,11 @@ def test_a_handler_may_return_or_raise_an_outcome(
     with running(worker):
         wait_until(lambda: len(seen) == 8 and _held(client, pool) == 0)
     assert sorted(map(str, seen)) == ["dead", "mine", "ok", *["raised"] * 2, *["release"] * 2, "retry"]
-    assert {(d.ev_data, d.dl_reason) for d in client.dlq_inspect(pool)} == {
+    assert {(d.ev_data, d.dl_reason) for d in client.dlq.inspect(pool)} == {
         ("dead", "no good"),
         ("raised", "enough"),
     }
-    retried = {str(each.payload): str(each.last_error) for each in client.list_messages(pool, "retry")}
+    retried = {str(each.payload): str(each.last_error) for each in client.messages.list(pool, "retry")}
     assert sorted(retried) == ["mine", "retry"]
     assert retried["retry"] == "busy"
     assert "has none of the attributes of Retry" in retried["mine"]
@@ -308,7 +308,7 @@ def test_a_handler_may_return_or_raise_an_outcome(
 
 @pytest.mark.parametrize("after", [-1, float("nan"), 1e12])
 def test_a_retry_is_neither_in_the_past_nor_in_another_age(after: float) -> None:
-    with pytest.raises(pgque.PgqueBadArgument):
+    with pytest.raises(pgque.PgqueBadArgumentError):
         pgque.Retry(after)
 
 
@@ -319,15 +319,15 @@ def test_what_is_done_can_go_to_the_archive(
     worker.handler("*")(lambda message: None)
     _send(client, pool, tick, "a", "b")
     with running(worker):
-        wait_until(lambda: len(client.archive_list(pool)) == 2)
-    assert {(a.payload, a.worker) for a in client.archive_list(pool)} == {("a", "w7"), ("b", "w7")}
+        wait_until(lambda: len(client.archived.list(pool)) == 2)
+    assert {(a.payload, a.worker) for a in client.archived.list(pool)} == {("a", "w7"), ("b", "w7")}
 
 
 @pytest.mark.parametrize(("policy", "dead"), [("nack", 1), ("ack", 0)])
 def test_a_type_without_a_handler_follows_the_policy(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, policy: Any, dead: int
 ) -> None:
-    client.set_queue_config(pool, "max_receive_attempts", 1)
+    client.admin.set_queue_config(pool, "max_receive_attempts", 1)
     seen: list[pgque.Message] = []
     worker = pgque.Worker(dsn, queue=pool, consumer="c", unknown_handler_policy=policy)
     worker.handler("known")(seen.append)
@@ -336,7 +336,7 @@ def test_a_type_without_a_handler_follows_the_policy(
     tick(pool)
     with running(worker):
         wait_until(lambda: bool(seen) and _held(client, pool) == 0)
-    assert len(client.dlq_inspect(pool)) == dead
+    assert len(client.dlq.inspect(pool)) == dead
 
 
 @pytest.mark.parametrize(
@@ -458,7 +458,9 @@ def test_a_lease_is_extended_while_the_connection_of_its_worker_waits_for_the_co
         wait_until(lambda: _waits_for_a_lock(conn, "pgque.receive"), "the worker waits for the consumer")
 
         def lease_until() -> list[Any]:
-            return [it.lease_until for it in client.list_workers(pool, "c") if it.worker != "script"]
+            return [
+                it.lease_until for it in client.consumers.list_workers(pool, "c") if it.worker != "script"
+            ]
 
         before = lease_until()
         assert len(before) == 1
@@ -494,7 +496,7 @@ def test_a_lease_is_extended_while_outcomes_of_many_other_batches_are_not_commit
         for message in seen[:-1]:
             pgque.PgqueClient(holder).extend(message.batch_id, 0)  # locks the batch, as a report does
         wait_until(lambda: _waits_for_a_lock(conn, "pgque.extend"))
-        [until] = [w.lease_until for w in client.list_workers(pool, "c")]
+        [until] = [w.lease_until for w in client.consumers.list_workers(pool, "c")]
         later = "select pgque.clock() > %s + interval '2 seconds'"
 
         def expired() -> bool:
@@ -518,7 +520,7 @@ def test_a_handler_beyond_its_time_is_rejected_and_its_place_is_free(
     caplog: pytest.LogCaptureFixture,
     twin: str,
 ) -> None:
-    client.set_queue_config(pool, "max_retries", 0)
+    client.admin.set_queue_config(pool, "max_retries", 0)
     release = threading.Event()
     seen: list[str | None] = []
 
@@ -530,12 +532,12 @@ def test_a_handler_beyond_its_time_is_rejected_and_its_place_is_free(
     worker, run = _worker_of(twin, dsn, pool, handle, handler_timeout=0.2, concurrency=2)
     _send(client, pool, tick, "hangs", "hangs", "quick")
     with threads.running(run, worker.stop, 20):
-        wait_until(lambda: "quick" in seen and len(client.dlq_inspect(pool)) == 2)
+        wait_until(lambda: "quick" in seen and len(client.dlq.inspect(pool)) == 2)
         wait_until(lambda: _held(client, pool) == 0)
         release.set()
         _send(client, pool, tick, *(str(n) for n in range(20)))
         wait_until(lambda: len(seen) == 23 and _held(client, pool) == 0)
-    reasons = {letter.dl_reason for letter in client.dlq_inspect(pool)}
+    reasons = {letter.dl_reason for letter in client.dlq.inspect(pool)}
     assert reasons == {"the handler ran longer than 0.2 s (handler_timeout)"}
     assert [record.levelname for record in caplog.records if record.name == "pgque.worker"] == ["ERROR"] * 2
 
@@ -579,7 +581,7 @@ def test_a_lost_lease_is_logged_and_what_was_not_started_is_left_to_the_others(
     _send(client, pool, tick, "a", "b", "c")
     with caplog.at_level(logging.WARNING, logger="pgque.worker"), running(worker):
         wait_until(lambda: len(seen) == 1)
-        assert client.reclaim(pool, "c") == 1
+        assert client.consumers.reclaim(pool, "c") == 1
         assert len(_left(client, pool)) == 3
         wait_until(lambda: "is lost" in caplog.text)
         release.set()
@@ -600,7 +602,7 @@ def test_outcomes_are_stored_while_another_message_of_the_batch_still_runs(
 
     slow, _ = _send(client, pool, tick, "slow", "quick")
     with running(worker):
-        wait_until(lambda: [m.msg_id for m in client.list_messages(pool, "processing")] == [slow])
+        wait_until(lambda: [m.msg_id for m in client.messages.list(pool, "processing")] == [slow])
         release.set()
         wait_until(lambda: _held(client, pool) == 0)
 
@@ -635,9 +637,9 @@ def test_after_its_backend_was_terminated_the_worker_acks_its_batch(
 
 
 def test_faults_that_trying_again_cannot_help_are_raised(dsn: str, queue: str) -> None:
-    with pytest.raises(pgque.PgqueQueueNotFound):
+    with pytest.raises(pgque.PgqueQueueNotFoundError):
         pgque.Worker(dsn, queue="no such queue", consumer="c", unknown_handler_policy="ack").run()
-    with pytest.raises(pgque.PgqueConsumerNotFound):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError):
         pgque.Worker(dsn, queue=queue, consumer="nobody", unknown_handler_policy="ack").run()
 
 
@@ -657,7 +659,7 @@ def test_a_message_that_the_encoding_of_the_connection_lacks_does_not_end_a_prog
     _send(client, pool, tick, "\u20ac")
     with running(program):
         wait_until(lambda: "next try in" in caplog.text)
-        client.purge(pool)
+        client.admin.purge(pool)
         _send(client, pool, tick, "next")
         wait_until(lambda: bool(seen))
     assert seen == ["next"]
@@ -692,7 +694,7 @@ def test_after_a_stop_running_handlers_finish_and_messages_not_started_are_relea
         thread.join(5)
         assert not thread.is_alive()
     assert (sorted(map(str, seen)), other) == (["a", "b"], ["c", "d"])
-    assert client.reclaim(pool, "c") >= 1
+    assert client.consumers.reclaim(pool, "c") >= 1
     assert sorted(map(str, _left(client, pool))) == ["c", "d"]
 
 
@@ -776,7 +778,7 @@ def test_what_is_left_of_a_batch_of_which_another_worker_took_a_part_is_done_onc
     assert len(began["second"]) == 1
     [refused] = [message for message in caplog.messages if "does not count" in message]
     assert str(began["second"][0]) in refused
-    assert client.reclaim(pool, "c") == 0
+    assert client.consumers.reclaim(pool, "c") == 0
     assert _left(client, pool) == []
 
 
@@ -820,7 +822,7 @@ def test_what_was_prefetched_does_not_start_after_its_lease_while_the_database_i
         try:
             wait_until(lambda: seen == ["a"])
             with _away(conn, reader):
-                wait_until(lambda: client.list_messages(pool, "retry"), "messages that others may receive")
+                wait_until(lambda: client.messages.list(pool, "retry"), "messages that others may receive")
                 if meanwhile == "others take them":
                     assert sorted(map(str, _left(client, pool))) == ["a", "b", "c"]
                 release.set()
@@ -1053,7 +1055,7 @@ def test_a_killed_process_is_started_anew_and_its_message_is_redelivered(
 def test_no_message_is_lost_while_processes_are_killed(
     client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, program: Programs, handled: Handled
 ) -> None:
-    client.set_queue_config(pool, "max_receive_attempts", 100)
+    client.admin.set_queue_config(pool, "max_receive_attempts", 100)
     count = 300
     _send(client, pool, tick, *(f"sleep 0.01{n:03}" for n in range(count)))
     process = program(pool, "processes", 3, timeout=1)
@@ -1073,7 +1075,7 @@ def test_no_message_is_lost_while_processes_are_killed(
     process.terminate()
     assert process.wait(15) == 0
     assert _left(client, pool) == []
-    assert client.dlq_inspect(pool) == []
+    assert client.dlq.inspect(pool) == []
 
 
 @pytest.mark.parametrize("use", ["threads", "processes"])
@@ -1146,7 +1148,7 @@ def test_what_a_process_gives_up_for_is_raised(
     process = program("no such queue", "processes", 2)
     _, text = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "PgqueQueueNotFound" in text
+    assert "PgqueQueueNotFoundError" in text
 
 
 # -- the async twin ------------------------------------------------------------
@@ -1187,7 +1189,7 @@ def test_async_handlers_run_as_tasks(
     assert sorted(map(str, seen)) == sorted(
         map(str, [("a", 1), ("b", 1), ("bad", 1), ("bad", 2), ("dead", 1)])
     )
-    assert [d.ev_data for d in client.dlq_inspect(pool)] == ["dead"]
+    assert [d.ev_data for d in client.dlq.inspect(pool)] == ["dead"]
     assert _left(client, pool) == []
 
 
@@ -1202,7 +1204,7 @@ def test_a_task_that_outlives_its_cancellation_keeps_neither_its_place_nor_its_w
     handler_timeout: float | None,
 ) -> None:
     monkeypatch.setattr(_concurrency, "CLEAN_UP", 0.2)
-    client.set_queue_config(pool, "max_retries", 0)
+    client.admin.set_queue_config(pool, "max_retries", 0)
     _send(client, pool, tick, "hangs", "next")
     seen: list[str | None] = []
     wanted = ["hangs"] if handler_timeout is None else ["hangs", "next"]
@@ -1240,7 +1242,7 @@ def test_a_task_that_outlives_its_cancellation_keeps_neither_its_place_nor_its_w
 
     assert asyncio.run(call())
     assert seen == wanted
-    assert [letter.ev_data for letter in client.dlq_inspect(pool)] == wanted[:-1]
+    assert [letter.ev_data for letter in client.dlq.inspect(pool)] == wanted[:-1]
     assert _held(client, pool) == 0
 
 
@@ -1288,12 +1290,12 @@ def test_a_plain_function_as_an_async_handler_is_named_in_the_error(
         worker = pgque.AsyncWorker(dsn, queue=pool, consumer="c", retry_after=3600)
         worker.handler("*")(lambda message: None)  # type: ignore[type-var]
         task = asyncio.create_task(worker.run())
-        await asyncio.to_thread(wait_until, lambda: client.list_messages(pool, "retry"))
+        await asyncio.to_thread(wait_until, lambda: client.messages.list(pool, "retry"))
         worker.stop()
         await asyncio.wait_for(task, 5)
 
     asyncio.run(call())
-    assert "has to be a coroutine function" in str(client.list_messages(pool, "retry")[0].last_error)
+    assert "has to be a coroutine function" in str(client.messages.list(pool, "retry")[0].last_error)
 
 
 def test_an_async_worker_stops_at_sigterm_and_releases_its_messages(

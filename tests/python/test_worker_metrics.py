@@ -85,7 +85,7 @@ def _send_one_of_each(client: pgque.PgqueClient, queue: str, tick: Tick) -> None
 
 def _register(worker: Any, wrap: Callable[[Callable[[pgque.Message], object]], Any]) -> None:
     def retry(message: pgque.Message) -> object:
-        raise pgque.Retry(after=3600)
+        raise pgque.Retry(retry_after=3600)
 
     def fails(message: pgque.Message) -> object:
         raise RuntimeError("on purpose")
@@ -184,7 +184,7 @@ def test_a_consumer_counts_and_times_its_handlers(
             case "bad" if not message.retry_count:
                 raise RuntimeError("on purpose")
             case "later":
-                return pgque.Retry(after=3600)
+                return pgque.Retry(retry_after=3600)
             case "dead":
                 return pgque.Dead("on purpose")
             case "release" if message.receive_count == 1:
@@ -198,7 +198,7 @@ def test_a_consumer_counts_and_times_its_handlers(
 
         def redelivered() -> bool:
             tick(queue)
-            client.maint()
+            client.admin.maint()
             return sample("pgque_handler_redeliveries_total") == 2
 
         wait_until(redelivered, timeout=30)
@@ -270,7 +270,7 @@ def test_every_way_to_send_and_receive_is_timed_and_a_failure_has_its_type(
     tick(queue)
     assert len(client.receive(queue, "c", 1)) == 1
     pgque.receive(conn, queue, "c")
-    with pytest.raises(pgque.PgqueConsumerNotFound):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError):
         client.receive(queue, "another")
     with pgque.WorkQueue(dsn, queue, consumer="pool") as work:
         client.subscribe(queue, "pool", "earliest")
@@ -288,7 +288,7 @@ def test_every_way_to_send_and_receive_is_timed_and_a_failure_has_its_type(
     assert counts == {
         ("send", None, None): 3,
         ("receive", "c", None): 2,
-        ("receive", "another", "PgqueConsumerNotFound"): 1,
+        ("receive", "another", "PgqueConsumerNotFoundError"): 1,
         ("ack", "pool", None): 4,
     }
 

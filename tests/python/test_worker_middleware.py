@@ -31,7 +31,7 @@ def client(conn: Connection) -> pgque.PgqueClient:
 def pool(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c, whose messages are tried once."""
     client.subscribe(queue, "c")
-    client.set_queue_config(queue, "max_retries", 0)
+    client.admin.set_queue_config(queue, "max_retries", 0)
     return queue
 
 
@@ -41,7 +41,7 @@ def _send(client: pgque.PgqueClient, queue: str, tick: Tick, *payloads: str) -> 
 
 
 def _reasons(client: pgque.PgqueClient, queue: str) -> dict[str | None, str | None]:
-    return {letter.ev_data: letter.dl_reason for letter in client.dlq_inspect(queue)}
+    return {letter.ev_data: letter.dl_reason for letter in client.dlq.inspect(queue)}
 
 
 def test_hooks_run_around_the_handler_those_after_it_in_reverse(

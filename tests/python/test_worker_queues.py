@@ -98,7 +98,7 @@ def test_messages_of_all_queues_are_handled_over_one_connection(
             "select count(*) from pg_stat_activity where application_name = 'many'"
         ).fetchall()
         assert count == 1
-        wait_until(lambda: not client.list_workers(consumer="c"))
+        wait_until(lambda: not client.consumers.list_workers(consumer="c"))
     assert sorted(runner.seen) == sorted(queues * 4)
 
 
@@ -187,20 +187,20 @@ def test_a_queue_that_was_renamed_is_notified_under_its_new_name(
     name = f"{queue} renamed"
     with runner.running():
         wait_until(lambda: runner.seen == [queue], "the handler waits")
-        client.rename_queue(queue, name)
+        client.admin.rename_queue(queue, name)
         _send(client, tick, name, 1)
         runner.hold["hold"].set()
         wait_until(lambda: len(runner.seen) == 2)
-        wait_until(lambda: not client.list_workers(consumer="c"))
+        wait_until(lambda: not client.consumers.list_workers(consumer="c"))
         _send(client, tick, name, 1)
         wait_until(lambda: len(runner.seen) == 3)
-    client.rename_queue(name, queue)  # which is dropped after the test
+    client.admin.rename_queue(name, queue)  # which is dropped after the test
     assert runner.seen == [queue, name, name]
 
 
 def test_a_queue_that_is_not_there_is_named(dsn: str, queues: list[str], twin: str) -> None:
     runner = Runner(twin, dsn, queues={queues[0]: 1, "no such queue": 1})
-    with pytest.raises(pgque.PgqueQueueNotFound, match="no such queue"):
+    with pytest.raises(pgque.PgqueQueueNotFoundError, match="no such queue"):
         runner.run()
 
 
@@ -221,13 +221,13 @@ def test_a_queue_that_is_dropped_ends_the_worker_and_is_named(
     thread.start()
     try:
         wait_until(lambda: runner.seen == [queues[0]])
-        client.drop_queue(queues[1], force=True)
+        client.admin.drop_queue(queues[1], force=True)
         wait_until(lambda: failed)
     finally:
         runner.worker.stop()
         thread.join(20)
     # The second, where the queue is dropped while the worker receives from it.
-    assert isinstance(failed[0], pgque.PgqueQueueNotFound | pgque.PgqueConsumerNotFound)
+    assert isinstance(failed[0], pgque.PgqueQueueNotFoundError | pgque.PgqueConsumerNotFoundError)
     assert failed[0].queue == queues[1]
 
 
@@ -244,20 +244,20 @@ def test_a_queue_that_is_dropped_leaves_the_handlers_of_others_the_time_to_finis
     runner.hold["hold"] = threading.Event()
     client.send(queues[0], "hold")
     tick(queues[0])
-    with pytest.raises(pgque.PgqueQueueNotFound), runner.running() as thread:
+    with pytest.raises(pgque.PgqueQueueNotFoundError), runner.running() as thread:
         wait_until(lambda: runner.seen == [queues[0]], "the handler waits")
-        client.drop_queue(queues[1], force=True)
+        client.admin.drop_queue(queues[1], force=True)
         wait_until(lambda: "finishes its running handlers" in caplog.text or not thread.is_alive())
         runner.hold["hold"].set()
         wait_until(lambda: not thread.is_alive())
-    assert client.list_messages(queues[0]) == []
+    assert client.messages.list(queues[0]) == []
 
 
 def test_a_consumer_that_is_not_subscribed_to_one_of_the_queues_is_refused(
     dsn: str, client: pgque.PgqueClient, queues: list[str], twin: str
 ) -> None:
     client.unsubscribe(queues[2], "c")
-    with pytest.raises(pgque.PgqueConsumerNotFound, match=queues[2]):
+    with pytest.raises(pgque.PgqueConsumerNotFoundError, match=queues[2]):
         Runner(twin, dsn, queues=dict.fromkeys(queues, 1)).run()
 
 

@@ -112,7 +112,7 @@ Worked = Callable[[str], Counter[int]]
 
 
 def held(client: pgque.PgqueClient, queue: str) -> int:
-    return sum(worker.messages for worker in client.list_workers(queue, "c"))
+    return sum(worker.messages for worker in client.consumers.list_workers(queue, "c"))
 
 
 @pytest.mark.slow  # starts and ends processes for half a minute
@@ -144,7 +144,7 @@ def test_processes_that_are_ended_under_load_lose_nothing_and_do_nothing_twice(
     program.stop(signum)
     assert worked("began") == worked("done") == Counter(sent)
     assert client.receive(pool, "c", worker="other") == []
-    assert client.dlq_inspect(pool) == []
+    assert client.dlq.inspect(pool) == []
 
 
 def test_a_released_message_uses_up_no_attempt(
@@ -156,7 +156,7 @@ def test_a_released_message_uses_up_no_attempt(
     worked: Worked,
 ) -> None:
     # Each end hands back what a process had taken and not begun; that must not use up its attempts.
-    client.set_queue_config(pool, "max_receive_attempts", "20")
+    client.admin.set_queue_config(pool, "max_receive_attempts", "20")
     sent = client.send_batch(pool, "t", ["0"] * 200 + ["0.2"] * 30)
     tick(pool)
     program.start(prefetch=100)

@@ -106,7 +106,7 @@ def test_the_examples_run_over_spark_connect(
             timeout=100,
             check=False,
         )
-    assert "PgqueBadArgument: foreach_batch cannot count partitions" in refused.stderr, refused.stderr
+    assert "PgqueBadArgumentError: foreach_batch cannot count partitions" in refused.stderr, refused.stderr
     with psycopg.connect(tcp_dsn) as conn:
         assert conn.execute("select distinct query from shop.pgque_epoch").fetchall() == [("first",)]
         assert conn.execute("select count(*) from shop.sale where order_id = 1").fetchone() == (1,)

@@ -94,7 +94,7 @@ def test_a_queue_that_was_created_again_is_not_read_on(source: Source, conn: Con
     source.run(source.stream(startingAt="earliest"))
     create_again(conn, source.queue, *texts("new", count))
     told = failure(source.run, source.stream())
-    assert "PgqueTickNotFound" in told
+    assert "PgqueTickNotFoundError" in told
     assert f"queue {source.queue} was created again or loaded from a dump" in told
     assert "Start again with another checkpoint" in told
     assert pending(conn, source.queue) == count

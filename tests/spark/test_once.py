@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from conftest import Role
-from pgque.errors import PgqueBadArgument, PgqueConnectionError, PgqueError, PgqueSinkEpochError
+from pgque.errors import PgqueBadArgumentError, PgqueConnectionError, PgqueError, PgqueSinkEpochError
 from pgque.spark import foreach_batch_once
 from sql.helpers import Connection, value
 
@@ -224,7 +224,7 @@ def test_a_connection_that_commits_each_statement_is_refused(
         return sqlite3.connect(tmp_path / "lines.db", isolation_level=None)
 
     target = Target(connect, "pgque_epoch", "?", connect)
-    with pytest.raises(PgqueBadArgument, match="commits each statement"):
+    with pytest.raises(PgqueBadArgumentError, match="commits each statement"):
         target.guarded(query_id="q")(frame("a"), 0)
     assert target.lines() == []
 
@@ -258,7 +258,7 @@ def test_a_table_that_cannot_be_made_is_named_with_what_to_do(
 
 
 def test_without_a_stream_or_a_server_it_reports_that(frame: Callable[..., DataFrame]) -> None:
-    with pytest.raises(PgqueBadArgument, match="give query_id"):
+    with pytest.raises(PgqueBadArgumentError, match="give query_id"):
         foreach_batch_once("dbname=x", "lines")(lambda *_: None)(frame("a"), 0)
     with pytest.raises(PgqueConnectionError):
         foreach_batch_once("host=127.0.0.1 port=1", "lines", query_id="q")(lambda *_: None)(frame("a"), 0)
@@ -266,11 +266,11 @@ def test_without_a_stream_or_a_server_it_reports_that(frame: Callable[..., DataF
 
 @pytest.mark.parametrize("name", ["", "a b", "a'", "é", "x" * 101])
 def test_names_are_plain(name: str) -> None:
-    with pytest.raises(PgqueBadArgument, match="is not 1 to 100 letters"):
+    with pytest.raises(PgqueBadArgumentError, match="is not 1 to 100 letters"):
         foreach_batch_once("", name)
-    with pytest.raises(PgqueBadArgument, match="is not 1 to 100 letters"):
+    with pytest.raises(PgqueBadArgumentError, match="is not 1 to 100 letters"):
         foreach_batch_once("", "lines", query_id=name)
-    with pytest.raises(PgqueBadArgument, match="is no plain name"):
+    with pytest.raises(PgqueBadArgumentError, match="is no plain name"):
         foreach_batch_once("", "lines", table=name + " ")
 
 

@@ -10,7 +10,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from conftest import Role
-from pgque.errors import PgqueBadArgument
+from pgque.errors import PgqueBadArgumentError
 from pgque.spark import _connect, options
 from pgque.spark.options import BATCH_READ, BATCH_WRITE, OPTIONS, STREAM_READ, STREAM_WRITE, parse
 from sql.helpers import Connection, forced_tick, send
@@ -22,7 +22,7 @@ STREAM = {"queue": "q", "consumer": "c"}
 
 
 def refused(given: dict[str, str], *modes: str) -> str:
-    with pytest.raises(PgqueBadArgument) as caught:
+    with pytest.raises(PgqueBadArgumentError) as caught:
         parse(given, *modes)
     return str(caught.value)
 
@@ -125,7 +125,7 @@ def test_a_url_has_three_forms_and_what_stands_beside_goes_before_it() -> None:
     ["postgresql://u:s3cret@h:5/d?nonsense=1", "host=h s3cret", "jdbc:mysql://u:s3cret@h/d", "jdbc:s3cret"],
 )
 def test_a_url_that_is_none_is_not_shown(url: str) -> None:
-    with pytest.raises(PgqueBadArgument) as caught:
+    with pytest.raises(PgqueBadArgumentError) as caught:
         _connect.parameters({"url": url})
     assert "s3cret" not in str(caught.value)
     assert caught.value.__context__ is None or caught.value.__suppress_context__
@@ -152,7 +152,7 @@ def test_jdbc_takes_several_hosts() -> None:
 
 @pytest.mark.parametrize("given", [{"host": "/tmp"}, {"service": "x"}])  # noqa: S108
 def test_jdbc_refuses_what_it_cannot_do(given: dict[str, str]) -> None:
-    with pytest.raises(PgqueBadArgument, match="JDBC knows no"):
+    with pytest.raises(PgqueBadArgumentError, match="JDBC knows no"):
         _connect.jdbc(given, "name")
 
 

@@ -155,7 +155,7 @@ def test_the_comparison_notices_what_is_lost_doubled_or_changed(fresh_dsn: str) 
     install(fresh_dsn)
     with psycopg.connect(fresh_dsn, autocommit=True) as conn:
         client = PgqueClient(conn)
-        client.create_queue("packages")
+        client.admin.create_queue("packages")
         client.subscribe("packages", "totals")
         ids = client.send_batch("packages", "stanza", stanzas)
         client.force_next_tick("packages")

@@ -22,11 +22,11 @@ import pytest
 
 from pgque import embedded
 from pgque.errors import (
-    PgqueBadArgument,
+    PgqueBadArgumentError,
     PgqueConnectionError,
     PgqueError,
     PgqueSinkEpochError,
-    PgqueTickNotFound,
+    PgqueTickNotFoundError,
 )
 from pgque.spark.options import BATCH_WRITE, STREAM_READ, STREAM_WRITE, parse
 from sql.helpers import Connection, configure, forced_tick, leaf, receive, rows, subscribe, value
@@ -229,7 +229,7 @@ STREAM = {"queue": "q", "consumer": "c"}
 
 
 def refused(given: dict[str, str], mode: str) -> str:
-    with pytest.raises(PgqueBadArgument) as caught:
+    with pytest.raises(PgqueBadArgumentError) as caught:
         parse(given, mode)
     return str(caught.value)
 
@@ -483,7 +483,7 @@ def test_a_queue_that_was_created_again_on_one_server_is_not_read_on(farm: Farm)
         farm.put(1, f"new {number}")
     farm.put(0, "next")
     again = farm.reader(0, 1)
-    with pytest.raises(PgqueTickNotFound) as caught:
+    with pytest.raises(PgqueTickNotFoundError) as caught:
         again.latestOffset(at)
     again.stop()
     assert f"server {farm.name(1)}: " in str(caught.value)
@@ -504,7 +504,7 @@ def test_a_server_whose_queue_was_created_again_does_not_leave_silently(farm: Fa
         farm.put(1, f"new {number}")
     # It has ticks enough for the checkpoint's to be among them.
     value(farm.conns[1], "select pgque.seek(%s, 'job', pgque.tick_for(%s, 'latest'))", farm.queue, farm.queue)
-    with pytest.raises(PgqueTickNotFound, match="was created again"):
+    with pytest.raises(PgqueTickNotFoundError, match="was created again"):
         farm.reader(0).latestOffset(at)
 
 
@@ -531,26 +531,26 @@ def test_one_database_under_two_names_is_refused(farm: Farm) -> None:
         lambda: farm.writer(0, servers=twice).write(iter([frame("x")])),
         lambda: farm.batch(servers=twice),
     ):
-        with pytest.raises(PgqueBadArgument, match="are one database with two names"):
+        with pytest.raises(PgqueBadArgumentError, match="are one database with two names"):
             call()
     # And when a server has changed its name
     first = farm.reader(0)
     at = first.initialOffset()
     first.stop()
-    with pytest.raises(PgqueBadArgument, match="are one database with two names"):
+    with pytest.raises(PgqueBadArgumentError, match="are one database with two names"):
         farm.reader(0, servers=f"localhost:{farm.servers[0].port}/app").latestOffset(at)
 
 
 def test_checkpoints_with_and_without_servers_do_not_replace_each_other(farm: Farm) -> None:
     reader = farm.reader()
-    with pytest.raises(PgqueBadArgument, match="written without option servers"):
+    with pytest.raises(PgqueBadArgumentError, match="written without option servers"):
         reader.latestOffset({"consumer": "job", "queue": farm.queue, "tick": 1})
     at = reader.initialOffset()
     reader.stop()
     alone = farm.reader(
         0, servers="", columns="payload", host="127.0.0.1", port=str(farm.servers[0].port), dbname="app"
     )
-    with pytest.raises(PgqueBadArgument, match="written with option servers"):
+    with pytest.raises(PgqueBadArgumentError, match="written with option servers"):
         alone.latestOffset(at)
 
 
@@ -934,10 +934,10 @@ def test_servers_and_tasks_that_die_lose_and_double_nothing(
 
 JOB = """
 import json, os
-source, sink, checkpoint = (json.loads(os.environ[f"JOB_{name}"]) for name in ("SOURCE", "SINK", "CHECKPOINT"))
-frame = spark.readStream.format("pgque").options(**source).load()
-writer = frame.selectExpr("concat('<', payload, '>') as payload").writeStream.format("pgque").options(**sink)
-if len(sys.argv) > 1:
+source, sink, checkpoint = (json.loads(os.environ[f"JOB_{name}"]) for name in ("SOURCE", "SINK",
+"CHECKPOINT")) frame = spark.readStream.format("pgque").options(**source).load() writer =
+frame.selectExpr("concat('<', payload, '>') as payload").writeStream.format("pgque").options(**sink) if
+len(sys.argv) > 1:
     writer = writer.trigger(availableNow=True)
 query = writer.option("checkpointLocation", checkpoint).start()
 print("RUNNING", flush=True)

@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 import pgque.spark
 from conftest import Role
-from pgque.errors import PgqueBadArgument, PgqueConsumerNotFound, PgqueSinkEpochError
+from pgque.errors import PgqueBadArgumentError, PgqueConsumerNotFoundError, PgqueSinkEpochError
 from sql.helpers import Connection, forced_tick, payloads, receive, rows, send, send_many, subscribe, value
 from support import pgbouncer
 
@@ -319,7 +319,7 @@ def test_a_paused_queue_takes_nothing(
     value(conn, "select pgque.pause(%s)", queue)
     told = failure(write, numbers(spark, 10), writer, queue)
     assert queue in told
-    assert "PgqueQueueDisabled" in told
+    assert "PgqueQueueDisabledError" in told
     value(conn, "select pgque.resume(%s)", queue)
     assert arrived(conn, queue) == Counter()
 
@@ -336,14 +336,15 @@ def test_a_full_queue_takes_nothing(
 ) -> None:
     fill(conn, queue)
     told = failure(write, numbers(spark, 6, 1), writer, queue, delivery=delivery)
-    assert "PgqueQueueFull" in told and queue in told
+    assert "PgqueQueueFullError" in told and queue in told
     write(numbers(spark, 5, 1), writer, queue, delivery=delivery)
     forced_tick(conn, queue)
     assert len(receive(conn, queue)) == 10
 
 
 def open_in_a_while(dsn: str, queue: str, change: str) -> bool:
-    """Wait for three refusals, change the queue; return whether a sink had no transaction open all the time."""
+    """Wait for three refusals, change the queue; return whether a sink had no transaction open all the
+    time."""
     refusals = "select xact_rollback from pg_stat_database where datname = current_database()"
     idle = (
         "select count(*) from pg_stat_activity where datname = current_database()"
@@ -386,7 +387,7 @@ def test_a_write_that_waits_fails_after_its_time(
 ) -> None:
     fill(conn, queue)
     told = failure(write, numbers(spark, 6, 1), writer, queue, onFull="wait", onFullTimeout=1)
-    assert "PgqueQueueFull" in told and queue in told
+    assert "PgqueQueueFullError" in told and queue in told
 
 
 # --- What is refused ----------------------------------------------------------------------------------
@@ -508,7 +509,7 @@ def one_to(count: int) -> Counter[str | None]:
 
 def test_a_micro_batch_waits_for_room_and_is_sent_once(pipe: Pipe, conn: Connection, dsn: str) -> None:
     value(conn, "select pgque.set_queue_config(%s, 'max_depth', '500')", pipe.target)
-    assert "PgqueQueueFull" in failure(pipe.run, 2)
+    assert "PgqueQueueFullError" in failure(pipe.run, 2)
     value(conn, "select pgque.maint_tables()")
     with futures.ThreadPoolExecutor(1) as pool:
         change = "select pgque.set_queue_config(%s, 'max_depth', '1000')"
@@ -531,7 +532,7 @@ def test_micro_batches_arrive(pipe: Pipe, conn: Connection) -> None:
 
 def test_a_micro_batch_that_was_staged_but_not_committed_is_sent_once(pipe: Pipe, conn: Connection) -> None:
     value(conn, "select pgque.pause(%s)", pipe.target)
-    assert "PgqueQueueDisabled" in failure(pipe.run, 2)
+    assert "PgqueQueueDisabledError" in failure(pipe.run, 2)
     staged = value(conn, "select count(*) from pgque.sink_stage_0") + value(
         conn, "select count(*) from pgque.sink_stage_1"
     )
@@ -745,11 +746,11 @@ def test_write_jdbc_takes_the_same_frames(
 def test_write_jdbc_refuses_what_the_sink_refuses(
     spark: SparkSession, jdbc: Any, conn: Connection, queue: str
 ) -> None:
-    with pytest.raises(PgqueBadArgument, match="unknown column body"):
+    with pytest.raises(PgqueBadArgumentError, match="unknown column body"):
         pgque.spark.write_jdbc(spark.sql("select 'x' as body"), queue, **way_in(jdbc))
-    with pytest.raises(PgqueBadArgument, match="unknown connection option pasword"):
+    with pytest.raises(PgqueBadArgumentError, match="unknown connection option pasword"):
         pgque.spark.write_jdbc(numbers(spark, 1), queue, pasword="x")
-    with pytest.raises(PgqueBadArgument, match="Unix sockets"):
+    with pytest.raises(PgqueBadArgumentError, match="Unix sockets"):
         pgque.spark.write_jdbc(numbers(spark, 1), queue, host="/tmp", dbname="x")  # noqa: S108
     told = failure(pgque.spark.write_jdbc, numbers(spark, 1), queue, **{**way_in(jdbc), "password": "wr0ng!"})
     assert "wr0ng!" not in told
@@ -820,7 +821,7 @@ def test_an_unknown_consumer_has_no_dead_letters(
     spark: SparkSession, reader: Role, conn: Connection, queue: str
 ) -> None:
     frame = spark.sql("select 1L as msg_id, 'why' as reason")
-    with pytest.raises(PgqueConsumerNotFound, match="nobody"):
+    with pytest.raises(PgqueConsumerNotFoundError, match="nobody"):
         pgque.spark.dead(frame, queue, "nobody", url=reader.dsn)
     (outcome,) = pgque.spark.dead(frame, queue, "c", url=reader.dsn)
     assert (outcome.ok, outcome.reason) == (False, "not found behind the position")

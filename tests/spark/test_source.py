@@ -529,7 +529,7 @@ def test_a_part_of_a_tick_that_failed_is_read_again_as_it_was(source: Source, co
 def test_a_checkpoint_within_a_tick_that_was_lost_ends_the_query(source: Source, conn: Connection) -> None:
     from pyspark.sql.types import StringType, StructField, StructType
 
-    from pgque.errors import PgqueTickNotFound
+    from pgque.errors import PgqueTickNotFoundError
     from pgque.spark.datasource import PgqueDataSource
 
     def reader(**options: object) -> Any:
@@ -555,7 +555,7 @@ def test_a_checkpoint_within_a_tick_that_was_lost_ends_the_query(source: Source,
     newest = forced_tick(conn, source.queue)
     gone = "delete from pgque.tick t using pgque.queue q where q.queue_id = t.tick_queue and q.queue_name = %s and t.tick_id = %s"
     rows(conn, gone, source.queue, last)
-    with pytest.raises(PgqueTickNotFound, match=f"tick not found: {last}"):
+    with pytest.raises(PgqueTickNotFoundError, match=f"tick not found: {last}"):
         first.latestOffset(within)
     first.stop()
     assert again.latestOffset(within)["tick"] == f"{start['tick']}:{newest}:10"
@@ -906,7 +906,7 @@ def test_a_queue_that_is_dropped_ends_the_query(
     wait_until(lambda: not query.isActive, "the query ends", 30)
     told = str(query.exception())
     assert source.queue in told
-    assert "PgqueQueueNotFound" in told
+    assert "PgqueQueueNotFoundError" in told
     value(conn, "select pgque.create_queue(%s)", source.queue)
 
 
@@ -919,7 +919,7 @@ def test_a_consumer_that_is_dropped_ends_the_query(
     send(conn, source.queue)
     forced_tick(conn, source.queue)
     wait_until(lambda: not query.isActive, "the query ends", 30)
-    assert "PgqueConsumerNotFound" in str(query.exception())
+    assert "PgqueConsumerNotFoundError" in str(query.exception())
 
 
 def test_rotation_under_a_running_query_loses_nothing(source: Source, conn: Connection) -> None:

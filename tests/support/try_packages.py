@@ -46,7 +46,7 @@ from pgque.ops.install import install
 with embedded.start() as server:
     install(server.dsn)
     client = pgque.connect(server.dsn, autocommit=True)
-    client.create_queue("q")
+    client.admin.create_queue("q")
     client.subscribe("q", "c")
     sent = client.send("q", {"id": 1})
     client.force_next_tick("q")

@@ -52,7 +52,7 @@ def with_typed_message(message: pgque.Message[Order]) -> pgque.Dead | None:
 @worker.handler("c", retry_on=(ConnectionError, OSError), dead_on=ValueError, backoff=(1, 2))
 def with_payload(order: Order) -> pgque.Release:
     if order.id < 0:
-        raise pgque.Retry(after=1, reason="negative")
+        raise pgque.Retry(retry_after=1, reason="negative")
     return pgque.Release()
 
 
@@ -170,7 +170,7 @@ def take() -> None:
         queue.send({"to": "ann"}, type="welcome", key="ann", delay=0.5)
         for message in queue.messages(timeout=5):
             if message.type != "welcome":
-                message.nack(after=60, reason="not mine")
+                message.nack(retry_after=60, reason="not mine")
 
 
 async def async_take() -> None:

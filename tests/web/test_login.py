@@ -15,7 +15,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgque.web
 from conftest import Role
-from pgque.errors import PgqueBadArgument
+from pgque.errors import PgqueBadArgumentError
 from pgque.web.jobs import Job
 from pgque.web.sessions import Attempts
 from support.pages import Browser, csrf, text
@@ -104,7 +104,7 @@ def test_a_role_without_rights_and_a_database_without_pgque_get_an_error_with_a_
     assert "pgque is not installed" in text(b.log_in(reader, database="1"))
     assert b.log_in(reader, database="0").status_code == 200
     app.close()  # type: ignore[attr-defined]
-    with pytest.raises(PgqueBadArgument, match="names no database"):
+    with pytest.raises(PgqueBadArgumentError, match="names no database"):
         pgque.web.app("host=localhost")
 
 
@@ -308,5 +308,5 @@ def test_below_a_prefix_every_address_has_it(
     app.close()  # type: ignore[attr-defined]
     mounted.close()  # type: ignore[attr-defined]
     for wrong in ("pgque", "/pgque/", "//pgque"):
-        with pytest.raises(PgqueBadArgument):
+        with pytest.raises(PgqueBadArgumentError):
             pgque.web.app(tcp_dsn, path_prefix=wrong)

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Protocol
 
-from .errors import PgqueBadArgument
-from .ops import migrations as _migrations
+from .errors import PgqueBadArgumentError
+from .ops import migrations
 from .ops.install import refuse_downgrade, sql_text
 from .transaction.adapters import unprepared
 from .types import Setting
@@ -47,17 +47,17 @@ def install(op: Operations) -> None:
 
 def uninstall(op: Operations) -> None:
     """Remove pgque with all its queues and messages; roles stay. Calls `pgque.uninstall`."""
-    _run(op, _migrations.UNINSTALL)
+    _run(op, migrations.UNINSTALL)
 
 
 def create_queue(op: Operations, queue: str, config: Mapping[str, Setting] | None = None) -> None:
     """Create a queue; an existing one is not changed. Calls `pgque.create_queue`."""
-    _run(op, _migrations.create_queue(queue, config))
+    _run(op, migrations.create_queue(queue, config))
 
 
 def drop_queue(op: Operations, queue: str, force: bool = False) -> None:
     """Drop a queue; pass `force` while it is in use. Calls `pgque.drop_queue`."""
-    _run(op, _migrations.drop_queue(queue, force))
+    _run(op, migrations.drop_queue(queue, force))
 
 
 def subscribe(
@@ -70,12 +70,12 @@ def subscribe(
     key_concurrency: int | None = None,
 ) -> None:
     """Subscribe a consumer, with the arguments of `PgqueClient.subscribe`. Calls `pgque.subscribe`."""
-    _run(op, _migrations.subscribe(queue, consumer, start_at, keyed_order, key_concurrency))
+    _run(op, migrations.subscribe(queue, consumer, start_at, keyed_order, key_concurrency))
 
 
 def unsubscribe(op: Operations, queue: str, consumer: str) -> None:
     """Remove a consumer from a queue. Calls `pgque.unsubscribe`."""
-    _run(op, _migrations.unsubscribe(queue, consumer))
+    _run(op, migrations.unsubscribe(queue, consumer))
 
 
 def _run(op: Operations, script: str) -> None:
@@ -93,9 +93,9 @@ def _run(op: Operations, script: str) -> None:
 
 
 def _check(context: Any) -> None:
-    """Raise PgqueBadArgument for a database that is not PostgreSQL."""
+    """Raise PgqueBadArgumentError for a database that is not PostgreSQL."""
     if context.dialect.name != "postgresql":
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"pgque needs PostgreSQL, and the database of this migration is {context.dialect.name}",
             hint="Call the functions of pgque.alembic in migrations of PostgreSQL only.",
         )

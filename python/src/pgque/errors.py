@@ -53,27 +53,27 @@ class PgqueVersionError(PgqueError):
     """
 
 
-class PgqueQueueNotFound(PgqueError):
+class PgqueQueueNotFoundError(PgqueError):
     """Report that there is no queue of this name (PQ001)."""
 
 
-class PgqueQueueExists(PgqueError):
+class PgqueQueueExistsError(PgqueError):
     """Report that a queue of this name exists (PQ002)."""
 
 
-class PgqueQueueFull(PgqueError):
+class PgqueQueueFullError(PgqueError):
     """Report that the queue has reached a limit, such as `max_depth` (PQ003)."""
 
 
-class PgqueInvalidName(PgqueError):
+class PgqueInvalidNameError(PgqueError):
     """Report that a name is reserved, empty or too long: 57 bytes for a queue (PQ004)."""
 
 
-class PgqueBadArgument(PgqueError, ValueError):
+class PgqueBadArgumentError(PgqueError, ValueError):
     """Report that an argument is out of range or unknown (PQ005)."""
 
 
-class PgquePayloadError(PgqueBadArgument):
+class PgquePayloadError(PgqueBadArgumentError):
     """Report that a payload cannot be sent or read.
 
     Before it is sent: it has a character that the database cannot store, such as NUL or half of a surrogate
@@ -85,43 +85,43 @@ class PgquePayloadError(PgqueBadArgument):
     """
 
 
-class PgqueQueueInUse(PgqueError):
+class PgqueQueueInUseError(PgqueError):
     """Report that a queue or a consumer is in use: by consumers, workers or another session (PQ006)."""
 
 
-class PgqueMessageNotInBatch(PgqueError):
+class PgqueMessageNotInBatchError(PgqueError):
     """Report that the message does not belong to the batch (PQ007)."""
 
 
-class PgqueNotDeadLetter(PgqueError):
+class PgqueNotDeadLetterError(PgqueError):
     """Report that there is no dead letter of this id (PQ008)."""
 
 
-class PgqueKeyConflict(PgqueError):
+class PgqueKeyConflictError(PgqueError):
     """Report that the key is taken (PQ009)."""
 
 
-class PgqueMessageNotFound(PgqueError):
+class PgqueMessageNotFoundError(PgqueError):
     """Report that there is no message of this id, or no recurring message of this name (PQ010)."""
 
 
-class PgqueConsumerNotFound(PgqueError):
+class PgqueConsumerNotFoundError(PgqueError):
     """Report that the consumer is not subscribed to the queue (PQ011)."""
 
 
-class PgqueBatchNotFound(PgqueError):
+class PgqueBatchNotFoundError(PgqueError):
     """Report that the batch is not open, or was delivered to another worker (PQ012)."""
 
 
-class PgqueQueueDisabled(PgqueError):
+class PgqueQueueDisabledError(PgqueError):
     """Report that the queue is paused or disabled (PQ013)."""
 
 
-class PgqueNoScheduler(PgqueError):
+class PgqueNoSchedulerError(PgqueError):
     """Report that the server has no scheduler for the ticker: run `pgque ticker` (PQ014)."""
 
 
-class PgqueTickNotFound(PgqueError):
+class PgqueTickNotFoundError(PgqueError):
     """Report that the queue has no such tick, or no longer (PQ015)."""
 
 
@@ -129,28 +129,28 @@ class PgqueSinkEpochError(PgqueError):
     """Report that a sink refuses an epoch: it is too old, incomplete, or has other parts (PQ016)."""
 
 
-class PgquePermissionDenied(PgqueError):
+class PgquePermissionDeniedError(PgqueError):
     """Report that the role lacks the right to the queue, or to all queues (42501)."""
 
 
 BY_SQLSTATE: dict[str, type[PgqueError]] = {
-    "PQ001": PgqueQueueNotFound,
-    "PQ002": PgqueQueueExists,
-    "PQ003": PgqueQueueFull,
-    "PQ004": PgqueInvalidName,
-    "PQ005": PgqueBadArgument,
-    "PQ006": PgqueQueueInUse,
-    "PQ007": PgqueMessageNotInBatch,
-    "PQ008": PgqueNotDeadLetter,
-    "PQ009": PgqueKeyConflict,
-    "PQ010": PgqueMessageNotFound,
-    "PQ011": PgqueConsumerNotFound,
-    "PQ012": PgqueBatchNotFound,
-    "PQ013": PgqueQueueDisabled,
-    "PQ014": PgqueNoScheduler,
-    "PQ015": PgqueTickNotFound,
+    "PQ001": PgqueQueueNotFoundError,
+    "PQ002": PgqueQueueExistsError,
+    "PQ003": PgqueQueueFullError,
+    "PQ004": PgqueInvalidNameError,
+    "PQ005": PgqueBadArgumentError,
+    "PQ006": PgqueQueueInUseError,
+    "PQ007": PgqueMessageNotInBatchError,
+    "PQ008": PgqueNotDeadLetterError,
+    "PQ009": PgqueKeyConflictError,
+    "PQ010": PgqueMessageNotFoundError,
+    "PQ011": PgqueConsumerNotFoundError,
+    "PQ012": PgqueBatchNotFoundError,
+    "PQ013": PgqueQueueDisabledError,
+    "PQ014": PgqueNoSchedulerError,
+    "PQ015": PgqueTickNotFoundError,
     "PQ016": PgqueSinkEpochError,
-    "42501": PgquePermissionDenied,
+    "42501": PgquePermissionDeniedError,
     # A character that no text has, or that the encoding of the database lacks.
     "22021": PgquePayloadError,
     "22P05": PgquePayloadError,
@@ -284,20 +284,20 @@ def from_encoding(error: UnicodeEncodeError, queue: str | None = None) -> PgqueP
     )
 
 
-def from_value(error: Exception, queue: str | None = None) -> PgqueBadArgument:
+def from_value(error: Exception, queue: str | None = None) -> PgqueBadArgumentError:
     """Return the error for a value that a driver did not send, such as a text with NUL."""
     if _NUL in str(error):
         return PgquePayloadError(f"a text has a NUL character: {error}", hint=_SEND_BYTES, queue=queue)
-    return PgqueBadArgument(str(error), queue=queue)
+    return PgqueBadArgumentError(str(error), queue=queue)
 
 
 _PERMANENT = (
     PgqueVersionError,
-    PgqueQueueNotFound,
-    PgqueConsumerNotFound,
-    PgqueInvalidName,
-    PgqueBadArgument,
-    PgqueQueueInUse,
+    PgqueQueueNotFoundError,
+    PgqueConsumerNotFoundError,
+    PgqueInvalidNameError,
+    PgqueBadArgumentError,
+    PgqueQueueInUseError,
 )
 
 

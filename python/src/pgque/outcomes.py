@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from .codec.encode import interval
-from .errors import PgqueBadArgument, described
+from .errors import PgqueBadArgumentError, described
 from .types import Seconds
 
 _MAX_RETRY_AFTER = timedelta(days=3650)
@@ -14,14 +14,14 @@ _MAX_RETRY_AFTER = timedelta(days=3650)
 def retry_interval(after: Seconds | None, name: str = "after") -> timedelta | None:
     """Return when a failed message is redelivered.
 
-    Raises PgqueBadArgument for a value that is no length of time, is negative, or is over ten years.
+    Raises PgqueBadArgumentError for a value that is no length of time, is negative, or is over ten years.
     """
     try:
         length = interval(after)
     except (OverflowError, TypeError, ValueError):
         length = timedelta(-1)
     if length is not None and not timedelta(0) <= length <= _MAX_RETRY_AFTER:
-        raise PgqueBadArgument(f"{name} must be from 0 seconds to ten years, not {after!r}")
+        raise PgqueBadArgumentError(f"{name} must be from 0 seconds to ten years, not {after!r}")
     return length
 
 
@@ -45,7 +45,8 @@ class Retry(HandlerOutcome):
     """Reject the message: it is redelivered after some seconds; None is `retry_after` of the worker or
     consumer.
 
-    The reason may be an error. Raises PgqueBadArgument for a negative length of time, or one over ten years.
+    The reason may be an error. Raises PgqueBadArgumentError for a negative length of time, or one over ten
+    years.
     """
 
     def __init__(self, after: Seconds | None = None, reason: object = None) -> None:

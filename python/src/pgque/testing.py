@@ -37,7 +37,7 @@ from psycopg import sql
 
 from .codec import encode
 from .codec.decode import parse_json
-from .errors import PgqueBadArgument
+from .errors import PgqueBadArgumentError
 from .ops import embedded
 from .ops.install import install
 from .runtime.batches import Batch, Item, MessageOutcome
@@ -81,7 +81,7 @@ class TestQueue:
         self.consumer = consumer
         self.client: PgqueClient = PgqueClient.connect(dsn, autocommit=True)
         self._handled: dict[int, Message] = {}
-        self.client.create_queue(name)
+        self.client.admin.create_queue(name)
         self.client.subscribe(name, consumer)
 
     def __enter__(self) -> TestQueue:
@@ -111,7 +111,7 @@ class TestQueue:
 
     def retry_now(self) -> int:
         """Make all messages in state retry due, and return their number. Calls `pgque.retry_now`."""
-        return self.client.retry_now(self.name, self.consumer)
+        return self.client.consumers.retry_now(self.name, self.consumer)
 
     def work(self, worker: Runtime | AsyncRuntime, *, timeout: float = 30) -> list[Message]:
         """Run a worker or consumer until its queue has nothing left to receive, and return the messages that
@@ -163,7 +163,7 @@ class TestQueue:
     @property
     def done(self) -> list[Message]:
         """Return the messages that were acknowledged, without those in the archive."""
-        unfinished = {message.msg_id for message in self.client.list_messages(self.name, None, _ALL)}
+        unfinished = {message.msg_id for message in self.client.messages.list(self.name, None, _ALL)}
         return [message for message in self._handled.values() if message.msg_id not in unfinished]
 
     @property
@@ -172,23 +172,23 @@ class TestQueue:
         return [
             message
             for status in ("pending", "delayed")
-            for message in self.client.list_messages(self.name, status, _ALL)
+            for message in self.client.messages.list(self.name, status, _ALL)
         ]
 
     @property
     def retried(self) -> list[QueuedMessage]:
         """Return the messages in state retry."""
-        return self.client.list_messages(self.name, "retry", _ALL)
+        return self.client.messages.list(self.name, "retry", _ALL)
 
     @property
     def dead(self) -> list[DeadLetter]:
         """Return the dead letters."""
-        return self.client.dlq_inspect(self.name, _ALL)
+        return self.client.dlq.inspect(self.name, _ALL)
 
     @property
     def archived(self) -> list[ArchivedMessage]:
         """Return the messages in the archive."""
-        return self.client.archive_list(self.name, _ALL)
+        return self.client.archived.list(self.name, _ALL)
 
 
 def _copy_of(worker: W, dsn: str, *before: Callable[[Message], object], **settings: Any) -> W:
@@ -250,7 +250,7 @@ def call(
     - `retry_count`: number of earlier failures; 0.
     - `conn`: the connection that a handler gets with `transactional=True`. What was written stays as it is.
 
-    Raises PgqueBadArgument if the worker does not have the handler, or the arguments do not fit it.
+    Raises PgqueBadArgumentError if the worker does not have the handler, or the arguments do not fit it.
     """
     copy, item, more = _prepared(
         handler, [payload] if payloads is None else payloads, payloads is None, options
@@ -288,7 +288,7 @@ async def call_async(
         handler, [payload] if payloads is None else payloads, payloads is None, options
     )
     if not isinstance(copy, AsyncRuntime):
-        raise PgqueBadArgument("call_async is for coroutine functions", hint="Use call.")
+        raise PgqueBadArgumentError("call_async is for coroutine functions", hint="Use call.")
     found = await _called_async(copy, item, more)
     return found[0] if payloads is None else found
 
@@ -311,12 +311,12 @@ def _prepared(
     conn = options.get("conn")
     worker = options.get("worker") or _worker_of(handler, is_one, conn is not None)
     if worker.transactional and conn is None:
-        raise PgqueBadArgument(f"{name} needs conn=..., since its worker has transactional=True")
+        raise PgqueBadArgumentError(f"{name} needs conn=..., since its worker has transactional=True")
     if conn is not None and not worker.transactional:
-        raise PgqueBadArgument(f"{name} gets no conn, since its worker does not have transactional=True")
+        raise PgqueBadArgumentError(f"{name} gets no conn, since its worker does not have transactional=True")
     types = [each for each, its in worker._handlers.by_type.items() if its == handler]
     if not types:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"the worker has no handler {name}", hint="Pass the worker whose decorator the function has."
         )
     type = options.get("type") or (types[0] if types[0] != "*" else "default")
@@ -324,12 +324,12 @@ def _prepared(
     messages = [_message(copy, number, type, each, options) for number, each in enumerate(payloads, 1)]
     found = copy._handlers.of(messages[0]) if messages else None
     if found is None or found.handler != handler:
-        raise PgqueBadArgument(f"no message of type {type!r} goes to {name}")
+        raise PgqueBadArgumentError(f"no message of type {type!r} goes to {name}")
     if is_one != (found.options.size is None):
         kind, argument = (
             ("batch handler", "payloads=[...]") if is_one else ("handler of one message", "payload")
         )
-        raise PgqueBadArgument(f"{name} is a {kind}: pass {argument}")
+        raise PgqueBadArgumentError(f"{name} is a {kind}: pass {argument}")
     item = Item(Batch(messages, time.monotonic()), messages, together=not is_one)
     return copy, item, () if conn is None else (conn,)
 

@@ -127,7 +127,7 @@ class Message(_Decoding, Generic[T_co]):
             return convert(self.payload if self.payload_bytes is None else self.payload_bytes, True)
         except RecursionError:
             problem, cause = "payload: nested too deeply", None
-        except _convert.Misfit as misfit:
+        except _convert.MisfitError as misfit:
             problem, cause = str(misfit), misfit.__cause__
         raise PgquePayloadError(
             f"message {self.msg_id} does not fit {_convert.name_of(model)}: {problem}", queue=self.queue

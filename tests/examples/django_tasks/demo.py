@@ -74,7 +74,7 @@ def main(dsn: str) -> None:
         show(2)
         post(port, address="nobody")
         with pgque.connect(dsn, autocommit=True) as client:
-            while not (letters := client.dlq_inspect("default")):
+            while not (letters := client.dlq.inspect("default")):
                 time.sleep(0.1)
         for letter in letters:
             print(f"dead letter: {letter.ev_data} ({letter.dl_reason})")

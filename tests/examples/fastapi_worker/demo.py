@@ -34,7 +34,7 @@ def main(dsn: str) -> None:
         client.conn.execute(
             "create table orders (id int generated always as identity, address text, confirmed bool default false)"
         )
-        client.create_queue("example_orders")
+        client.admin.create_queue("example_orders")
         client.subscribe("example_orders", "confirming")
 
     with started(_UVICORN, cwd=FOLDER, stderr=subprocess.PIPE) as server:

@@ -74,7 +74,7 @@ def main(dsn: str) -> None:
         client.conn.execute(
             "create table example_spark_total (customer text primary key, total bigint not null)"
         )
-        client.create_queue(QUEUE)
+        client.admin.create_queue(QUEUE)
         client.subscribe(QUEUE, "totals")
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # for the Python workers of Spark
     spark = SparkSession.builder.config("spark.sql.shuffle.partitions", 2).getOrCreate()
@@ -95,7 +95,7 @@ def main(dsn: str) -> None:
                 totals = conn.execute("select customer, total from example_spark_total order by 1").fetchall()
             print(f"run {number}: {', '.join(f'{who} {total}' for who, total in totals)}")
     with pgque.connect(dsn) as client:
-        letters = sorted(str(letter.ev_data) for letter in client.dlq_inspect(QUEUE))
+        letters = sorted(str(letter.ev_data) for letter in client.dlq.inspect(QUEUE))
     print("dead letters:", ", ".join(reversed(letters)))
     spark.stop()
 

@@ -93,7 +93,7 @@ def without_what_it_needs() -> None:
         call_command("pgque_worker")
     assert [text[:9] for text in database_problems()] == ["pgque.W001"[:9]] * 2
     call_command("migrate", verbosity=0)
-    with refused(pgque.PgqueQueueNotFound, "mail"):
+    with refused(pgque.PgqueQueueNotFoundError, "mail"):
         jobs.write.enqueue("no queue")
     with refused(CommandError, "check --deploy --database default"):
         call_command("pgque_worker")
@@ -153,7 +153,7 @@ def what_is_refused() -> None:
         jobs.write.using(run_after=datetime(2030, 1, 1))
     with refused(TypeError, "Unsupported type"):
         jobs.write.enqueue(object())
-    with refused(pgque.PgqueBadArgument, "'lite' is sqlite"):
+    with refused(pgque.PgqueBadArgumentError, "'lite' is sqlite"):
         jobs.write.using(backend="lite", queue_name="default").enqueue("x")
 
 

@@ -54,7 +54,7 @@ async def write_async(text: str) -> None:
 def fail_at_first(context: Any) -> None:
     """Ask for another attempt."""
     if context.attempt < 2:
-        raise pgque.Retry(after=0)
+        raise pgque.Retry(retry_after=0)
     result = context.task_result
     workers = ["" if name == "" else "worker" for name in result.worker_ids]
     note(f"attempt {context.attempt} of {result.task.queue_name} {result.task.priority} by {workers}")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 from ..twins.calls import send_batch
 from ..types import Event
 
@@ -23,7 +23,7 @@ def add(transport: Any, queue: str, event: Event) -> bool:
         return False
     published, transports = found
     if transports and transports[0].dsn != transport.dsn:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             "tasks of two databases are published in one block of bulk()",
             hint="Use a block for each broker: only within one database are all of them sent or none.",
         )
@@ -43,7 +43,7 @@ def bulk(conn: object = None) -> Iterator[None]:
 
     With `conn`, which is what `pgque.send` takes, they are sent in its open transaction, so that they run
     only if it commits. Messages of remote control and events are sent at once. Calls `pgque.send_batch`.
-    Raises PgqueBadArgument, when a task is published, if the block has one for another database.
+    Raises PgqueBadArgumentError, when a task is published, if the block has one for another database.
     """
     published: _Published = {}
     transports: list[Any] = []

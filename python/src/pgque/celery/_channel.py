@@ -14,11 +14,11 @@ from kombu.transport import virtual
 from kombu.utils.uuid import uuid
 
 from ..errors import (
-    PgqueBadArgument,
-    PgqueConsumerNotFound,
+    PgqueBadArgumentError,
+    PgqueConsumerNotFoundError,
     PgqueError,
-    PgquePermissionDenied,
-    PgqueQueueNotFound,
+    PgquePermissionDeniedError,
+    PgqueQueueNotFoundError,
     one_line,
 )
 from ..twins.client import PgqueClient
@@ -131,7 +131,7 @@ class Channel(virtual.Channel):
         is_reader = exclusive or auto_delete
         refused = _REFUSED & (arguments or {}).keys()
         if refused and not is_reader:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"queue {queue!r} has arguments that do not apply to pgque: {', '.join(sorted(refused))}",
                 hint="For limits, set queue_config in broker_transport_options; for priorities, use several"
                 " queues.",
@@ -149,18 +149,18 @@ class Channel(virtual.Channel):
         options = self.broker.options
         name = options.queue(queue)
         try:
-            return client.get_consumer_info(name, options.consumer)[0].pending_events or 0
-        except PgquePermissionDenied:
+            return client.consumers.get_info(name, options.consumer)[0].pending_events or 0
+        except PgquePermissionDeniedError:
             return 0  # the role may only send, and the first send says whether there is a queue
-        except (PgqueQueueNotFound, PgqueConsumerNotFound) as error:
+        except (PgqueQueueNotFoundError, PgqueConsumerNotFoundError) as error:
             if not create:
                 text = f"NOT_FOUND - no queue {name!r} with a consumer {options.consumer!r}"
                 raise ChannelError(text, (50, 10), "Channel.queue_declare", "404") from error
         try:
             with client.conn.transaction():  # so that nobody sends before there is a consumer
-                client.create_queue(name, options.config())
+                client.admin.create_queue(name, options.config())
                 client.subscribe(name, options.consumer)
-        except PgquePermissionDenied as error:
+        except PgquePermissionDeniedError as error:
             error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=options.consumer)
             raise
         return 0
@@ -206,7 +206,7 @@ class Channel(virtual.Channel):
         with self.broker.calls() as client:
             try:
                 tick = latest_tick(client, source)
-            except PgqueQueueNotFound:
+            except PgqueQueueNotFoundError:
                 self._create_log(client, source)
                 tick = latest_tick(client, source)
         self.broker.read(queue, exchange, source, tick)
@@ -228,12 +228,12 @@ class Channel(virtual.Channel):
         name = options.queue(queue)
         with self.broker.calls() as client:
             if (if_empty and self._find(client, queue, create=False)) or (
-                if_unused and client.list_workers(name, options.consumer)
+                if_unused and client.consumers.list_workers(name, options.consumer)
             ):
                 return
             with client.conn.transaction():
                 client.unsubscribe(name, options.consumer)
-                client.drop_queue(name)
+                client.admin.drop_queue(name)
 
     def _size(self, queue: str) -> int:
         with self.broker.calls() as client:
@@ -243,7 +243,7 @@ class Channel(virtual.Channel):
         """Remove the messages of a queue, also those that workers have, and return their number."""
         with self.broker.calls() as client:
             try:
-                purged: int = client.purge(self.broker.options.queue(queue))
+                purged: int = client.admin.purge(self.broker.options.queue(queue))
             except PgqueError as error:
                 log.error("queue %s is not purged: %s", queue, one_line(error))  # Celery says 0, and no more
                 raise
@@ -277,7 +277,7 @@ class Channel(virtual.Channel):
         with self.broker.calls() as client:
             try:
                 client.send(name, event)
-            except PgqueQueueNotFound as error:
+            except PgqueQueueNotFoundError as error:
                 error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=self.broker.options.consumer)
                 raise
 
@@ -295,14 +295,14 @@ class Channel(virtual.Channel):
         with self.broker.calls() as client:
             try:
                 client.send(name, event)
-            except PgqueQueueNotFound:
+            except PgqueQueueNotFoundError:
                 self._create_log(client, name)
                 client.send(name, event)
 
     def _create_log(self, client: PgqueClient, name: str) -> None:
         try:
-            client.create_queue(name, _LOG_CONFIG)
-        except PgquePermissionDenied as error:
+            client.admin.create_queue(name, _LOG_CONFIG)
+        except PgquePermissionDeniedError as error:
             error.hint = _NEEDS_LOG.format(queue=name)
             raise
 

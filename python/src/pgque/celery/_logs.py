@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import PgqueTickNotFound, one_line
+from ..errors import PgqueTickNotFoundError, one_line
 from ..twins.client import PgqueClient
 from ._wire import Raw, raw_of
 
@@ -87,7 +87,8 @@ class Logs:
 
 
 def latest_tick(client: PgqueClient, queue: str) -> int:
-    """Return the tick from which on a reader gets what is sent from now on. Raises PgqueQueueNotFound."""
+    """Return the tick from which on a reader gets what is sent from now on. Raises
+    PgqueQueueNotFoundError."""
     return client._value(int, "select pgque.tick_for(%(queue)s::text, 'latest')", {"queue": queue})
 
 
@@ -95,7 +96,7 @@ def read(client: PgqueClient, it: Log) -> list[Raw]:
     """Return the messages of a log that are new and for its queue."""
     try:
         rows = client._rows(_READ, {"queue": it.queue, "after": it.tick}, lambda tick, data: (tick, data))
-    except PgqueTickNotFound as error:
+    except PgqueTickNotFoundError as error:
         log.warning("messages of %s were not read in time, and are lost: %s", it.queue, one_line(error))
         it.tick = latest_tick(client, it.queue)
         return []

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from psycopg import sql
 
 from ..client.statements import MAX_BYTES
-from ..codec import encode as _encode
+from ..codec import encode
 from ..errors import PgqueError
-from ..runtime import batches as _batches
+from ..runtime import batches
 from ..runtime.batches import ACK, RELEASE, Batch, MessageOutcome
 from ..runtime.leases import kept
 from ..runtime.sources import Source, Sources
@@ -94,8 +94,8 @@ class Receiver:
     def __init__(self, dsn: str, options: Options) -> None:
         self._dsn = dsn
         self._options = options
-        self.name = _batches.worker_name()
-        self._seconds = _encode.total_seconds(options.visibility_timeout)
+        self.name = batches.worker_name()
+        self._seconds = encode.total_seconds(options.visibility_timeout)
         self._interval = options.polling_interval or _POLL_INTERVAL
         self._pid = os.getpid()
         self._stopper = Stopper()
@@ -392,7 +392,7 @@ class Receiver:
         queue, consumer = found.source.queue, self._options.consumer
         found.sources.note_asked(found.source, now)
         timeout = self._options.visibility_timeout
-        receive = _batches.receive(queue, consumer, self.name, found.room, timeout, MAX_BYTES)
+        receive = batches.receive(queue, consumer, self.name, found.room, timeout, MAX_BYTES)
         try:
             received = report_and_receive(client, consumer, reported, receive, Message)
         except PgqueError as error:

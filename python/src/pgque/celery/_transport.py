@@ -13,7 +13,7 @@ import psycopg
 from kombu.transport import virtual
 from kombu.transport.virtual.exchange import STANDARD_EXCHANGE_TYPES
 
-from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError
+from ..errors import PgqueBadArgumentError, PgqueConnectionError, PgqueError
 from ..twins.client import PgqueClient
 from ..twins.connection import open_client
 from ._channel import Channel
@@ -46,12 +46,12 @@ class Transport(virtual.Transport):
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         if len(client.alt) > 1:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "a broker's URL names several brokers",
                 hint="Name the servers of one database in one URL: pgque://host1,host2/database",
             )
         if client.ssl:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "broker_use_ssl does not apply to pgque",
                 hint="Say so in the URL: pgque://…?sslmode=verify-full",
             )

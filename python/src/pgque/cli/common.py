@@ -236,7 +236,7 @@ def echo(text: object, *, err: bool = False) -> None:
 def warn_unread(client: PgqueClient, queue: str, messages: str) -> None:
     """Print a note if a queue has no consumer, unless the role may not know."""
     try:
-        if client.get_consumer_info(queue):
+        if client.consumers.get_info(queue):
             return
     except PgqueError:
         return

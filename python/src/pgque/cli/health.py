@@ -143,7 +143,7 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
 
     def show() -> int:
         with connect(dsn) as client:
-            found = worst_first(client.health())
+            found = worst_first(client.monitor.health())
         shown = [c for c in found if everything or c.status != "ok" or c.check_name == "standby"]
         if watch and sys.stdout.isatty():
             click.clear()
@@ -176,7 +176,7 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
 
 
 def _states(client: PgqueClient) -> dict[str, tuple[str, str]]:
-    return {row.component: (row.status or "", row.detail or "") for row in client.status()}
+    return {row.component: (row.status or "", row.detail or "") for row in client.monitor.status()}
 
 
 @click.command()
@@ -188,7 +188,7 @@ def start(dsn: str, wait: timedelta) -> None:
     The exit code is 3 when nothing ticks in that time.
     """
     with connect(dsn) as client:
-        client.start()
+        client.admin.start()
     deadline = time.monotonic() + wait.total_seconds()
     with connect(dsn, autocommit=True) as client:
         while True:
@@ -200,7 +200,7 @@ def start(dsn: str, wait: timedelta) -> None:
             if fails or time.monotonic() > deadline:
                 break
             time.sleep(min(0.5, max(deadline - time.monotonic(), 0.05)))
-        found = next(check for check in client.health() if check.check_name == "ticker")
+        found = next(check for check in client.monitor.health() if check.check_name == "ticker")
     echo(f"pgque: the ticker is scheduled, but does not run{' all the time' if runs else ''}", err=True)
     print_checks([found])
     sys.exit(EXIT_NOTHING)
@@ -211,7 +211,7 @@ def start(dsn: str, wait: timedelta) -> None:
 def stop(dsn: str) -> None:
     """Stop the running ticker loop, and remove it from the schedule of pg_cron."""
     with connect(dsn) as client:
-        client.stop()
+        client.admin.stop()
     echo("stopped")
 
 

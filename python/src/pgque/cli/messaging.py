@@ -44,7 +44,7 @@ _BATCH = parsed_ids("the batch_id that pgque receive --json --no-ack shows")
 def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[str]) -> None:
     """Create a queue if it does not exist, and subscribe consumers to it."""
     with connect(dsn) as client:
-        created = client.create_queue(queue, pairs(settings) or None)
+        created = client.admin.create_queue(queue, pairs(settings) or None)
         subscribed = [(consumer, client.subscribe(queue, consumer)) for consumer in consumers]
         commit(client)
         if created:

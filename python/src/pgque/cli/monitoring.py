@@ -58,7 +58,7 @@ def metrics(
         _for_prometheus(dsn, serve, token)
         return
     with connect(dsn) as client:
-        rows = [row for row in client.metrics() if queue is None or row.queue == queue]
+        rows = [row for row in client.monitor.metrics() if queue is None or row.queue == queue]
     print_rows("Metrics", rows, as_json, ("metric", "value", "queue", "consumer"))
 
 

@@ -36,7 +36,7 @@ from .common import (
 def drop(dsn: str, queue: str, force: bool) -> None:
     """Drop a queue."""
     with connect(dsn) as client:
-        client.drop_queue(queue, force)
+        client.admin.drop_queue(queue, force)
     echo(f"queue {queue} is dropped")
 
 
@@ -47,7 +47,7 @@ def drop(dsn: str, queue: str, force: bool) -> None:
 def rename(dsn: str, queue: str, new_name: str) -> None:
     """Rename a queue."""
     with connect(dsn) as client:
-        client.rename_queue(queue, new_name)
+        client.admin.rename_queue(queue, new_name)
     echo(f"queue {queue} is now {new_name}")
 
 
@@ -57,7 +57,7 @@ def rename(dsn: str, queue: str, new_name: str) -> None:
 def pause(dsn: str, queue: str) -> None:
     """Pause a queue: senders get an error, consumers still receive."""
     with connect(dsn) as client:
-        client.pause(queue)
+        client.admin.pause(queue)
     echo(f"queue {queue} is paused")
 
 
@@ -67,7 +67,7 @@ def pause(dsn: str, queue: str) -> None:
 def resume(dsn: str, queue: str) -> None:
     """Resume a paused queue."""
     with connect(dsn) as client:
-        client.resume(queue)
+        client.admin.resume(queue)
     echo(f"queue {queue} is open for senders")
 
 
@@ -82,7 +82,7 @@ _RIGHTS = ["produce", "consume", "admin"]
 def grant(dsn: str, queue: str, role: str, right: str) -> None:
     """Grant a role a right to one queue."""
     with connect(dsn) as client:
-        given = client.grant_queue(queue, role, right)
+        given = client.admin.grant_queue(queue, role, right)
     echo(f"role {role} has the right {right} to queue {queue}{'' if given else ' already'}")
 
 
@@ -94,7 +94,7 @@ def grant(dsn: str, queue: str, role: str, right: str) -> None:
 def revoke(dsn: str, queue: str, role: str, right: str | None) -> None:
     """Revoke a right to one queue, or all rights of the role to it."""
     with connect(dsn) as client:
-        count = client.revoke_queue(queue, role, right)
+        count = client.admin.revoke_queue(queue, role, right)
     echo(f"{count} {'right' if count == 1 else 'rights'} revoked")
 
 
@@ -115,7 +115,7 @@ def _setting(value: str | None) -> str:
 def config_get(dsn: str, as_json: bool, queue: str, param: str | None) -> None:
     """Show the settings in force for a queue, or one of them."""
     with connect(dsn) as client:
-        settings = client.queue_config(queue)
+        settings = client.admin.queue_config(queue)
     if param is not None:
         if param not in settings:
             raise click.UsageError(f"there is no setting {param!r}")
@@ -135,8 +135,8 @@ def config_get(dsn: str, as_json: bool, queue: str, param: str | None) -> None:
 def config_set(dsn: str, queue: str, param: str, value: str | None) -> None:
     """Change a setting of a queue; without VALUE it returns to the default."""
     with connect(dsn) as client:
-        client.alter_queue(queue, {param: value})
-        now = client.queue_config(queue).get(param)
+        client.admin.alter_queue(queue, {param: value})
+        now = client.admin.queue_config(queue).get(param)
     echo(f"{param} of queue {queue} is {_setting(now)}{' by default' if value is None else ''}")
 
 
@@ -147,7 +147,7 @@ def config_set(dsn: str, queue: str, param: str, value: str | None) -> None:
 def config_default(dsn: str, param: str, value: str | None) -> None:
     """Change the default of a setting for all queues; without VALUE it returns to the built-in one."""
     with connect(dsn) as client:
-        client.set_default_config(param, value)
+        client.admin.set_default_config(param, value)
     echo(f"{param} is {'the built-in value' if value is None else _setting(value)} by default")
 
 
@@ -157,7 +157,7 @@ def config_default(dsn: str, param: str, value: str | None) -> None:
 def expire(dsn: str, queue: str) -> None:
     """Delete the expired messages in the retry queue of a queue."""
     with connect(dsn) as client:
-        echo(f"{client.expire_messages(queue)} expired")
+        echo(f"{client.admin.expire_messages(queue)} expired")
 
 
 @click.command("delete-expired")
@@ -166,7 +166,7 @@ def expire(dsn: str, queue: str) -> None:
 def delete_expired(dsn: str, queue: str) -> None:
     """Delete the dead letters of a queue that have expired."""
     with connect(dsn) as client:
-        echo(f"{client.delete_expired(queue)} deleted")
+        echo(f"{client.dlq.delete_expired(queue)} deleted")
 
 
 @click.command()
@@ -176,7 +176,7 @@ def delete_expired(dsn: str, queue: str) -> None:
 def schedule(dsn: str, job: str, every: str) -> None:
     """Set how often a JOB runs: EVERY is an interval such as '5 minutes', or '' for never."""
     with connect(dsn) as client:
-        client.set_schedule(job, every)
+        client.admin.set_schedule(job, every)
     echo(f"{job} runs every {every}" if every else f"{job} does not run by itself")
 
 
@@ -196,7 +196,7 @@ def schedule(dsn: str, job: str, every: str) -> None:
 def messages(dsn: str, as_json: bool, limit: int, queue: str, status: str | None) -> None:
     """List messages of a queue with their state for each consumer."""
     with connect(dsn) as client:
-        rows = client.list_messages(queue, status, limit)
+        rows = client.messages.list(queue, status, limit)
     shown = ("msg_id", "consumer_name", "status", "type", "receive_count", "last_error", "available_at")
     print_rows(f"Messages of {queue}", rows, as_json, (*shown, "worker", "key"))
 
@@ -209,7 +209,7 @@ def messages(dsn: str, as_json: bool, limit: int, queue: str, status: str | None
 def message(dsn: str, as_json: bool, queue: str, msg_id: int) -> None:
     """Show the state of a message for each consumer."""
     with connect(dsn) as client:
-        rows = client.message_status(queue, msg_id)
+        rows = client.messages.status(queue, msg_id)
     shown = ("consumer_name", "status", "receive_count", "last_error", "available_at", "worker", "batch_id")
     print_rows(f"Message {msg_id} of {queue}", rows, as_json, shown)
 
@@ -240,7 +240,7 @@ def purge(dsn: str, queue: str, key: str | None, yes: bool) -> None:
     """Remove the messages of a queue, those in flight, delayed and to be retried too."""
     confirm(f"Remove messages of {queue}?", yes)
     with connect(dsn) as client:
-        count = client.purge(queue) if key is None else client.purge_key(queue, key)
+        count = client.admin.purge(queue) if key is None else client.messages.purge_key(queue, key)
     echo(f"{count} removed")
 
 
@@ -255,7 +255,7 @@ def purge(dsn: str, queue: str, key: str | None, yes: bool) -> None:
 def workers(dsn: str, as_json: bool, queue: str | None, consumer: str | None) -> None:
     """List the workers that have leased messages."""
     with connect(dsn) as client:
-        rows = client.list_workers(queue, consumer)
+        rows = client.consumers.list_workers(queue, consumer)
     shown = ("queue", "consumer", "worker", "messages", "lease_until", "batches", "last_seen", "waiting")
     print_rows("Workers", rows, as_json, shown)
 
@@ -268,7 +268,7 @@ def workers(dsn: str, as_json: bool, queue: str | None, consumer: str | None) ->
 def reclaim(dsn: str, queue: str, consumer: str, older_than: timedelta) -> None:
     """Release the batches of a consumer's workers."""
     with connect(dsn) as client:
-        echo(f"{client.reclaim(queue, consumer, older_than)} reclaimed")
+        echo(f"{client.consumers.reclaim(queue, consumer, older_than)} reclaimed")
 
 
 @click.command()
@@ -278,7 +278,7 @@ def reclaim(dsn: str, queue: str, consumer: str, older_than: timedelta) -> None:
 def share(dsn: str, queue: str, consumer: str) -> None:
     """Turn a consumer that reads on its own into a pool of workers."""
     with connect(dsn) as client:
-        new = client.share_consumer(queue, consumer)
+        new = client.consumers.share(queue, consumer)
     echo(f"workers share consumer {consumer} of queue {queue} " + ("now" if new else "already"))
 
 
@@ -294,7 +294,7 @@ def key_concurrency(dsn: str, queue: str, consumer: str, limit: str) -> None:
     """
     most = None if limit == "none" else click.IntRange(min=1)(limit)
     with connect(dsn) as client:
-        new = client.set_key_concurrency(queue, consumer, most)
+        new = client.consumers.set_key_concurrency(queue, consumer, most)
     echo(f"consumer {consumer} of queue {queue} has key_concurrency {limit} " + ("now" if new else "already"))
 
 
@@ -305,7 +305,7 @@ def key_concurrency(dsn: str, queue: str, consumer: str, limit: str) -> None:
 def unshare(dsn: str, queue: str, consumer: str) -> None:
     """Turn a pool of workers into a consumer that reads on its own."""
     with connect(dsn) as client:
-        new = client.unshare_consumer(queue, consumer)
+        new = client.consumers.unshare(queue, consumer)
     echo(f"consumer {consumer} of queue {queue} reads on its own " + ("now" if new else "already"))
 
 
@@ -316,7 +316,7 @@ def unshare(dsn: str, queue: str, consumer: str) -> None:
 def retry_now(dsn: str, queue: str, consumer: str) -> None:
     """Make the messages of a consumer in state retry due now."""
     with connect(dsn) as client:
-        echo(f"{client.retry_now(queue, consumer)} due now")
+        echo(f"{client.consumers.retry_now(queue, consumer)} due now")
 
 
 # -- messages that failed ------------------------------------------------------------------
@@ -335,7 +335,7 @@ def poison() -> None:
 def poison_list(dsn: str, as_json: bool, limit: int, queue: str) -> None:
     """List messages that were delivered more than once without an outcome, or were given up for that."""
     with connect(dsn) as client:
-        rows = client.list_poison(queue, limit)
+        rows = client.dlq.list_poison(queue, limit)
     shown = ("msg_id", "consumer_name", "status", "receive_count", "last_error", "dl_id")
     print_rows(f"Poison messages of {queue}", rows, as_json, shown)
 
@@ -346,7 +346,7 @@ def poison_list(dsn: str, as_json: bool, limit: int, queue: str) -> None:
 def poison_archive(dsn: str, queue: str) -> None:
     """Move the dead letters among them to the archive."""
     with connect(dsn) as client:
-        echo(f"{client.archive_poison(queue)} archived")
+        echo(f"{client.dlq.archive_poison(queue)} archived")
 
 
 @click.group()
@@ -362,7 +362,7 @@ def dlq() -> None:
 def dlq_list(dsn: str, as_json: bool, queue: str, limit: int) -> None:
     """List the dead letters of a queue."""
     with connect(dsn) as client:
-        rows = client.dlq_inspect(queue, limit)
+        rows = client.dlq.inspect(queue, limit)
     shown = ("dl_id", "consumer_name", "dl_reason", "ev_type", "ev_data", "dl_time", "ev_id", "ev_retry")
     print_rows(f"Dead letters of {queue}", rows, as_json, shown)
 
@@ -380,9 +380,9 @@ def dlq_requeue(dsn: str, ids: Sequence[int], queue: str | None) -> None:
         raise click.UsageError("Give ids of dead letters, which pgque dlq list QUEUE shows, or --all QUEUE.")
     with connect(dsn) as client:
         if queue is not None:
-            count = client.dlq_requeue_all(queue)
+            count = client.dlq.requeue_all(queue)
         else:
-            count = len([client.dlq_requeue(dl_id) for dl_id in ids])
+            count = len([client.dlq.requeue(dl_id) for dl_id in ids])
     echo(f"{count} requeued")
 
 
@@ -395,7 +395,7 @@ def dlq_requeue(dsn: str, ids: Sequence[int], queue: str | None) -> None:
 def dlq_replay(dsn: str, ids: Sequence[int]) -> None:
     """Send dead letters again, to every consumer, and print the new ids."""
     with connect(dsn) as client:
-        sent = [client.dlq_replay(dl_id) for dl_id in ids]
+        sent = [client.dlq.replay(dl_id) for dl_id in ids]
     for msg_id in sent:
         echo(msg_id)
 
@@ -407,7 +407,7 @@ def dlq_replay(dsn: str, ids: Sequence[int]) -> None:
 def dlq_purge(dsn: str, queue: str, older_than: timedelta) -> None:
     """Delete the dead letters of a queue that are older than AGE."""
     with connect(dsn) as client:
-        count = client.dlq_purge(queue, older_than)
+        count = client.dlq.purge(queue, older_than)
     echo(f"{count} deleted")
 
 
@@ -428,7 +428,7 @@ def archive() -> None:
 def archive_list(dsn: str, as_json: bool, limit: int, queue: str, since: datetime | None) -> None:
     """List archived messages of a queue."""
     with connect(dsn) as client:
-        rows = client.archive_list(queue, limit, since)
+        rows = client.archived.list(queue, limit, since)
     shown = ("archive_id", "msg_id", "consumer_name", "type", "outcome", "archived_at", "receive_count")
     print_rows(f"Archive of {queue}", rows, as_json, (*shown, "worker"))
 
@@ -442,7 +442,7 @@ def archive_list(dsn: str, as_json: bool, limit: int, queue: str, since: datetim
 def archive_replay(dsn: str, ids: Sequence[int]) -> None:
     """Send archived messages again, all or none, and print the new ids."""
     with connect(dsn) as client:
-        sent = [client.archive_replay(archive_id) for archive_id in ids]
+        sent = [client.archived.replay(archive_id) for archive_id in ids]
     for msg_id in sent:
         echo(msg_id)
 
@@ -454,7 +454,7 @@ def archive_replay(dsn: str, ids: Sequence[int]) -> None:
 def archive_purge(dsn: str, queue: str, older_than: timedelta) -> None:
     """Delete old days of the archive of a queue."""
     with connect(dsn) as client:
-        count = client.archive_purge(queue, datetime.now(timezone.utc) - older_than)
+        count = client.archived.purge(queue, datetime.now(timezone.utc) - older_than)
     echo(f"{count} days dropped")
 
 
@@ -472,7 +472,9 @@ def seek(dsn: str, queue: str, consumer: str, at: datetime | None, ago: timedelt
     if (at is None) == (ago is None):
         raise click.UsageError("give either --at or --ago")
     with connect(dsn) as client:
-        tick = client.seek_to_time(queue, consumer, at or datetime.now(timezone.utc) - (ago or timedelta()))
+        tick = client.consumers.seek_to_time(
+            queue, consumer, at or datetime.now(timezone.utc) - (ago or timedelta())
+        )
     echo(f"consumer {consumer} of queue {queue} continues after tick {tick}")
 
 

@@ -22,14 +22,7 @@ from ..ops.install import install as install_sql
 from ..ops.install import sql_text
 from ..ops.install import uninstall as uninstall_sql
 from ..ops.ticker import run_ticker, unit
-from . import health as cli_health
-from . import messaging as cli_messaging
-from . import monitoring as cli_monitoring
-from . import operate as cli_operate
-from . import recurring as cli_recurring
-from . import top as cli_top
-from . import web as cli_web
-from . import work as cli_work
+from . import health, messaging, monitoring, operate, recurring, top, web, work
 from .common import (
     EXIT_CODES,
     EXIT_NOTHING,
@@ -189,13 +182,13 @@ def status(dsn: str, as_json: bool) -> None:
     The exit code is 3 when a check fails.
     """
     with connect(dsn) as client:
-        parts = [as_dict(row) for row in client.status()]
-        checks = client.health()
+        parts = [as_dict(row) for row in client.monitor.status()]
+        checks = client.monitor.health()
     if as_json:
         echo(dump({"status": parts, "health": [as_dict(check) for check in checks]}, indent=2))
     else:
         print_table("Status", parts)
-        cli_health.print_checks([check for check in cli_health.worst_first(checks) if check.status != "ok"])
+        health.print_checks([check for check in health.worst_first(checks) if check.status != "ok"])
     if any(check.status == "fail" for check in checks):
         sys.exit(EXIT_NOTHING)
 
@@ -210,7 +203,7 @@ _CONSUMER_COLUMNS = ("queue_name", "consumer_name", "pending_events", "lag", "la
 def queues(dsn: str, as_json: bool) -> None:
     """List the queues with the position and lag of their consumers."""
     with connect(dsn) as client:
-        found, consumers = client.get_queue_info(), client.get_consumer_info()
+        found, consumers = client.monitor.get_queue_info(), client.consumers.get_info()
     if as_json:
         rows = [as_dict(queue) for queue in found]
         for row in rows:
@@ -248,13 +241,13 @@ def demo(dsn: str, server: str, workers: int | None, path: Path | None, keep: bo
 
 
 for _command in [
-    *cli_messaging.COMMANDS,
-    *cli_operate.COMMANDS,
-    *cli_monitoring.COMMANDS,
-    *cli_recurring.COMMANDS,
-    *cli_health.COMMANDS,
-    *cli_top.COMMANDS,
-    *cli_web.COMMANDS,
-    *cli_work.COMMANDS,
+    *messaging.COMMANDS,
+    *operate.COMMANDS,
+    *monitoring.COMMANDS,
+    *recurring.COMMANDS,
+    *health.COMMANDS,
+    *top.COMMANDS,
+    *web.COMMANDS,
+    *work.COMMANDS,
 ]:
     main.add_command(_command)

@@ -34,7 +34,7 @@ def recurring() -> None:
 def recurring_list(dsn: str, as_json: bool) -> None:
     """List recurring messages with their last and next run."""
     with connect(dsn) as client:
-        rows = client.list_recurring()
+        rows = client.recurring.list()
     print_rows("Recurring messages", rows, as_json, _SHOWN)
 
 
@@ -83,7 +83,7 @@ def recurring_create(
     such as "90 seconds". With - as PAYLOAD it is read from standard input.
     """
     with connect(dsn) as client:
-        new = client.create_recurring(
+        new = client.recurring.create(
             name,
             queue,
             cron,
@@ -108,7 +108,7 @@ def recurring_create(
 def recurring_drop(dsn: str, name: str) -> None:
     """Drop a recurring message; messages that it sent stay."""
     with connect(dsn) as client:
-        client.drop_recurring(name)
+        client.recurring.drop(name)
     echo(f"recurring message {name} is dropped")
 
 
@@ -118,7 +118,7 @@ def recurring_drop(dsn: str, name: str) -> None:
 def recurring_pause(dsn: str, name: str) -> None:
     """Pause a recurring message."""
     with connect(dsn) as client:
-        new = client.pause_recurring(name)
+        new = client.recurring.pause(name)
     echo(f"recurring message {name} is paused{'' if new else ' already'}")
 
 
@@ -128,7 +128,7 @@ def recurring_pause(dsn: str, name: str) -> None:
 def recurring_resume(dsn: str, name: str) -> None:
     """Resume a paused recurring message with its next run."""
     with connect(dsn) as client:
-        new = client.resume_recurring(name)
+        new = client.recurring.resume(name)
     echo(f"recurring message {name} is {'resumed' if new else 'not paused'}")
 
 
@@ -138,7 +138,7 @@ def recurring_resume(dsn: str, name: str) -> None:
 def recurring_run(dsn: str, name: str) -> None:
     """Send a recurring message now, besides its times, and print the id of the message."""
     with connect(dsn) as client:
-        echo(client.run_recurring(name))
+        echo(client.recurring.run(name))
 
 
 COMMANDS: list[click.Command] = [recurring]

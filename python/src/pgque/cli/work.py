@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from ..errors import PgqueError
-from ..integrations import prometheus as _prometheus
+from ..integrations import prometheus
 from ..runtime.liveness import Liveness
 from ..runtime.runtime import AsyncRuntime
 from ..twins.runtime import Runtime
@@ -77,7 +77,7 @@ def work(
 
 def _serve(address: Address) -> None:
     try:
-        _prometheus.serve(*address)
+        prometheus.serve(*address)
     except ImportError as error:
         raise PgqueError(str(error)) from error
     except OSError as error:

@@ -13,7 +13,7 @@ import psycopg
 from ..codec.json import Encoder
 from ..codec.payloads import Decoder
 from ..errors import PgqueError, from_psycopg, is_permanent, one_line
-from ..integrations import telemetry as _telemetry
+from ..integrations import telemetry
 from ..runtime.stopper import AsyncStopper
 from .backoff import first_pause, pauses
 from .client import AsyncPgqueClient
@@ -137,7 +137,7 @@ async def keep_connected(
             else:
                 pause = next(growing)
                 log.warning("failed, next try in %.1f s: %s", pause, one_line(error))
-            _telemetry.note_reconnect(queue, consumer)
+            telemetry.note_reconnect(queue, consumer)
             if not stopper.is_set():
                 await stopper.sleep(pause)
             else:

@@ -7,7 +7,7 @@ import os
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 
 # So that a connection which silently died is noticed within half a minute and not after hours.
 _KEEPALIVES = {
@@ -27,13 +27,13 @@ def given_or_default(dsn: str) -> str:
 def with_keepalives(dsn: str, application_name: str | None = None) -> str:
     """Return a connection string that notices a dead network, and may have a name; what `dsn` says stays.
 
-    Raises PgqueBadArgument when it is not a connection string.
+    Raises PgqueBadArgumentError when it is not a connection string.
     """
     dsn = given_or_default(dsn)
     try:
         given = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:
-        raise PgqueBadArgument(f"not a connection string: {error}") from error
+        raise PgqueBadArgumentError(f"not a connection string: {error}") from error
     added = {key: value for key, value in _KEEPALIVES.items() if key not in given}
     if "PGCONNECT_TIMEOUT" in os.environ:
         added.pop("connect_timeout", None)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..codec.encode import MessageOrId
 from ..codec.json import Encoder
-from ..integrations import opentelemetry as _otel
+from ..integrations import opentelemetry as otel
 from ..types import Event, Outcome, Payload, Seconds, columns
 
 # The call of a function, and its parameters by name.
@@ -29,8 +29,8 @@ def send(
     encoder: Encoder | None,
 ) -> Call:
     """Return the call of `pgque.send`; options that are given win over those of an event."""
-    event = _encode.event_of(type, payload, options)
-    sql, params = _encode.send_arguments(_otel.outgoing(event, queue), encoder)
+    event = encode.event_of(type, payload, options)
+    sql, params = encode.send_arguments(otel.outgoing(event, queue), encoder)
     return (
         f"pgque.send(%(queue)s::text, %(type)s::text, {sql})",
         {"queue": queue, "type": event.type, **params},
@@ -45,8 +45,8 @@ def send_batch(
     encoder: Encoder | None,
 ) -> Call:
     """Return the call of `pgque.send_batch`."""
-    batch = _encode.batch_events(type, payloads, options)
-    sql, params = _encode.batch_arguments([_otel.outgoing(event, queue) for event in batch], encoder)
+    batch = encode.batch_events(type, payloads, options)
+    sql, params = encode.batch_arguments([otel.outgoing(event, queue) for event in batch], encoder)
     return (
         f"pgque.send_batch(%(queue)s::text, %(type)s::text, {sql})",
         {"queue": queue, "type": batch[0].type if batch else type or "default", **params},
@@ -67,10 +67,10 @@ def receive(
     max_bytes: int | None,
 ) -> Call:
     """Return the call of `pgque.receive`."""
-    sql, params = _encode.arguments(
+    sql, params = encode.arguments(
         {
             "worker": ("text", worker),
-            "visibility_timeout": ("interval", _encode.interval(visibility_timeout)),
+            "visibility_timeout": ("interval", encode.interval(visibility_timeout)),
             "ack_batch": ("bigint", ack_batch),
             "max_bytes": ("bigint", max_bytes),
         }
@@ -88,11 +88,11 @@ def ack(batch_id: int) -> Call:
 
 def nack(batch_id: int, msg: MessageOrId, options: Mapping[str, tuple[str, object]]) -> Call:
     """Return the call of `pgque.nack` for one message."""
-    sql, params = _encode.arguments(options)
+    sql, params = encode.arguments(options)
     return (
         "pgque.nack(%(batch)s::bigint, pg_catalog.jsonb_populate_record("
         f"null::pgque.message, pg_catalog.jsonb_build_object('msg_id', %(msg)s::bigint)){sql})",
-        {"batch": batch_id, "msg": _encode.message_id(msg), **params},
+        {"batch": batch_id, "msg": encode.message_id(msg), **params},
     )
 
 
@@ -106,5 +106,5 @@ def outcomes(
     no message is given and the function needs some."""
     if msgs is None and function in ("nack", "dead"):
         raise TypeError(f"{function} needs a message, its id, or a sequence of these, not None")
-    sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.ids_or_none(msgs)), **(options or {})})
+    sql, params = encode.arguments({"msg_ids": ("bigint[]", encode.ids_or_none(msgs)), **(options or {})})
     return f"pgque.{function}(%(batch)s::bigint{sql})", {"batch": batch_id, **params}

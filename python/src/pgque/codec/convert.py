@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias, get_origin
 from .json import step
 
 # Takes the payload of a message and True, or what a decoder returned and False. Returns a value of the type
-# that the converter was made for, or raises Misfit.
+# that the converter was made for, or raises MisfitError.
 Converter: TypeAlias = Callable[[Any, bool], object]
 
 # The path of what does not fit, and the reason.
@@ -23,7 +23,7 @@ _Problem: TypeAlias = tuple[str, str]
 _MAX_PROBLEMS = 3
 
 
-class Misfit(Exception):
+class MisfitError(Exception):
     """What does not fit in a payload."""
 
     def __init__(self, *problems: _Problem) -> None:
@@ -67,11 +67,11 @@ def _as_sent(kind: Any) -> Converter:
 
     def convert(value: object, is_payload: bool) -> object:
         if not isinstance(value, sent_as):
-            raise Misfit(("", f"expected {kind.__name__}, got {type(value).__name__}"))
+            raise MisfitError(("", f"expected {kind.__name__}, got {type(value).__name__}"))
         try:
             return value if isinstance(value, kind) else kind(value)
         except ValueError as error:  # of an enum
-            raise Misfit(("", f"is no {kind.__name__}")) from error
+            raise MisfitError(("", f"is no {kind.__name__}")) from error
 
     return convert
 
@@ -102,7 +102,9 @@ def _pydantic(kind: Any) -> Converter:
             return adapter.validate_python(value)
         except ValidationError as error:
             problems = error.errors(include_url=False, include_context=False, include_input=False)
-            raise Misfit(*(("".join(map(step, each["loc"])), each["msg"]) for each in problems)) from error
+            raise MisfitError(
+                *(("".join(map(step, each["loc"])), each["msg"]) for each in problems)
+            ) from error
 
     return convert
 
@@ -115,7 +117,7 @@ def _msgspec(kind: Any) -> Converter:
             return converter(other)(value, False)
         except TypeError as error:  # the Struct is wrong, and not the payload
             raise NotImplementedError(str(error)) from error
-        except Misfit as misfit:
+        except MisfitError as misfit:
             raise ValueError(misfit.problems[0][1]) from misfit
 
     decoder = msgspec.json.Decoder(kind, dec_hook=of_pydantic)
@@ -127,6 +129,6 @@ def _msgspec(kind: Any) -> Converter:
             return msgspec.convert(value, kind, dec_hook=of_pydantic)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             problem, _, path = str(error).partition(" - at `$")
-            raise Misfit((path.rstrip("`"), problem)) from error
+            raise MisfitError((path.rstrip("`"), problem)) from error
 
     return convert

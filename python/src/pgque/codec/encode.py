@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar, overload
 
 from psycopg import AsyncConnection, Connection
 
-from ..client import direct as _direct
+from ..client import direct
 from ..errors import PgqueVersionError
 from ..types import Event, Message, Payload, Seconds, Setting
 from .json import Encoder, as_json, is_known
@@ -281,7 +281,7 @@ def reason_text(reason: str | None, conn: Connection[object] | AsyncConnection[o
 # up first. From the other columns a client finds out whether a pooler is between: asked here, that costs no
 # round trip.
 FIND_VERSION = f"""
-select has_schema_privilege(n.oid, 'usage') and has_function_privilege(p.oid, 'execute'), {_direct.ANSWERS}
+select has_schema_privilege(n.oid, 'usage') and has_function_privilege(p.oid, 'execute'), {direct.ANSWERS}
 from pg_catalog.pg_namespace as n
 join pg_catalog.pg_proc as p on p.pronamespace = n.oid
 where n.nspname = 'pgque' and p.proname = 'version' and p.pronargs = 0

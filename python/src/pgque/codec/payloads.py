@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args,
 from ..errors import PgquePayloadError, described
 from ..outcomes import HandlerOutcome
 from ..types import Message, typed, with_decoder
-from . import convert as _convert
+from . import convert
 
 # Takes a message, and returns its `value`.
 Decoder: TypeAlias = Callable[[Message], object]
@@ -89,7 +89,7 @@ def giver(
     if of_batch and annotation is not Any and annotation is not object and annotation is not _EMPTY:
         if get_origin(annotation) not in (list, Sequence, Iterable, Collection):
             raise TypeError(
-                f"{name} asks for {_convert.name_of(annotation)}. A batch handler gets a list of a Message, a"
+                f"{name} asks for {convert.name_of(annotation)}. A batch handler gets a list of a Message, a"
                 " Message[Model] or a Model, such as list[Message]."
             )
         [annotation] = get_args(annotation)
@@ -101,10 +101,10 @@ def giver(
         give = typed
         [model] = get_args(annotation)
     try:
-        _convert.converter(model)
+        convert.converter(model)
     except TypeError as error:
         raise TypeError(
-            f"{name} asks for {_convert.name_of(annotation)}. {error}. A handler may ask for a Message, a"
+            f"{name} asks for {convert.name_of(annotation)}. {error}. A handler may ask for a Message, a"
             " Message[Model] or a Model."
         ) from error
     return lambda message: give(message, model)

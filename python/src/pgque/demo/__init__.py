@@ -21,7 +21,7 @@ from psycopg.conninfo import make_conninfo
 from rich.console import Console
 
 from ..cli.common import line_width, plain_console, visible
-from ..errors import PgqueError, PgqueQueueNotFound
+from ..errors import PgqueError, PgqueQueueNotFoundError
 from ..ops.embedded import EmbeddedServerError
 from ..ops.install import install
 from ..twins.client import PgqueClient, connect
@@ -89,9 +89,9 @@ def _run(place: Place, messages: list[str], type_: str, count: int, console: Con
     with connect(place.dsn, autocommit=True) as client:
         client.conn.execute("set client_min_messages = warning")
         client.conn.execute(TABLES)
-        with suppress(PgqueQueueNotFound):
-            client.drop_queue(QUEUE, force=True)
-        client.create_queue(QUEUE, {"max_retries": MAX_RETRIES})
+        with suppress(PgqueQueueNotFoundError):
+            client.admin.drop_queue(QUEUE, force=True)
+        client.admin.create_queue(QUEUE, {"max_retries": MAX_RETRIES})
         client.subscribe(QUEUE, SIZES)
         dsn = make_conninfo(place.dsn, application_name="pgque demo")
         client.subscribe(QUEUE, COMPILER)
@@ -115,7 +115,7 @@ def _clean_up(place: Place) -> None:
     with connect(place.dsn) as client:
         client.conn.execute("set client_min_messages = warning")
         client.conn.execute("drop schema pgque_demo cascade")
-        client.drop_queue(QUEUE, force=True)
+        client.admin.drop_queue(QUEUE, force=True)
 
 
 def _wait_for_listeners(client: PgqueClient, wanted: int) -> None:

@@ -45,7 +45,7 @@ def run(dsn: str, path: Path | None) -> None:
         context.Process(target=size_worker, args=(named,), daemon=True).start()
         late = own / "late.py"
         for n in count():
-            if n % LATE_EVERY == 0 and len(client.dlq_inspect(QUEUE, MOST_DEAD)) < MOST_DEAD:
+            if n % LATE_EVERY == 0 and len(client.dlq.inspect(QUEUE, MOST_DEAD)) < MOST_DEAD:
                 late = own / f"late_{n // LATE_EVERY + 1}.py"
                 client.send(QUEUE, json.dumps({"path": str(late), "package": "late", "size": 8}), type="file")
             elif n % LATE_EVERY == LATE_BY:

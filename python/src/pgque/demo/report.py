@@ -91,7 +91,7 @@ class Display(AbstractContextManager["Display"]):
 
 
 def dead_letters(client: PgqueClient) -> list[DeadLetter]:
-    return client.dlq_inspect(QUEUE, 1_000_000)
+    return client.dlq.inspect(QUEUE, 1_000_000)
 
 
 def report(
@@ -223,7 +223,7 @@ def _dead_tuples(client: PgqueClient) -> str:
 def _lone_messages(client: PgqueClient, number: int = 20) -> str:
     """Send messages one at a time to a queue of their own, and time each until its receive returned it."""
     queue, consumer = f"{QUEUE}_lone", "probe"
-    client.create_queue(queue)
+    client.admin.create_queue(queue)
     client.subscribe(queue, consumer)
     client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"pgque_{queue}")))
     took: list[float] = []
@@ -238,7 +238,7 @@ def _lone_messages(client: PgqueClient, number: int = 20) -> str:
             took.append(time.monotonic() - began)
             client.ack(batch[0].batch_id)
     client.conn.execute("unlisten *")
-    client.drop_queue(queue, force=True)
+    client.admin.drop_queue(queue, force=True)
     if len(took) < number:
         return f"only {len(took)} of {number} came"
     return f"{statistics.median(took) * 1000:,.0f} ms / {max(took) * 1000:,.0f} ms"
@@ -247,7 +247,7 @@ def _lone_messages(client: PgqueClient, number: int = 20) -> str:
 def _queue_alone(client: PgqueClient) -> tuple[float, float]:
     """Send messages to a queue of their own and receive them; return messages a second of either."""
     queue, consumer = f"{QUEUE}_alone", "probe"
-    client.create_queue(queue, {"ticker_max_count": ALONE_BATCH})
+    client.admin.create_queue(queue, {"ticker_max_count": ALONE_BATCH})
     client.subscribe(queue, consumer)
     payloads = ["x" * ALONE_BYTES] * ALONE_BATCH
     began = time.monotonic()
@@ -265,7 +265,7 @@ def _queue_alone(client: PgqueClient) -> tuple[float, float]:
         client.ack(batch[0].batch_id)
         received += len(batch)
         received_in += time.monotonic() - began
-    client.drop_queue(queue, force=True)
+    client.admin.drop_queue(queue, force=True)
     return ALONE / sent_in, received / received_in if received_in else 0.0
 
 

@@ -17,7 +17,7 @@ import psycopg
 from rich.console import Console
 
 from ..cli.common import visible
-from ..errors import PgqueError, PgqueNoScheduler
+from ..errors import PgqueError, PgqueNoSchedulerError
 from ..ops import embedded
 from ..twins.client import PgqueClient, connect
 
@@ -151,17 +151,18 @@ class Driver:
         with connect(self._dsn, autocommit=True) as client:
             if self._ticking(client):
                 if not any(
-                    row.component == "scheduler" and row.status == "scheduled" for row in client.status()
+                    row.component == "scheduler" and row.status == "scheduled"
+                    for row in client.monitor.status()
                 ):
                     self.title = "the ticker that runs there already"
                 return self
             try:
                 with suppress(psycopg.Error):
                     client.conn.execute("create extension if not exists pg_cron")
-                client.start()
+                client.admin.start()
                 self._wait(client)
                 return self
-            except PgqueNoScheduler:
+            except PgqueNoSchedulerError:
                 pass
             self._start_process()
             self._wait(client)
@@ -169,7 +170,7 @@ class Driver:
 
     @staticmethod
     def _ticking(client: PgqueClient) -> bool:
-        return any(row.component == "ticker" and row.status == "running" for row in client.status())
+        return any(row.component == "ticker" and row.status == "running" for row in client.monitor.status())
 
     def _wait(self, client: PgqueClient) -> None:
         """Wait until the ticker runs; a pg_cron older than 1.5 starts its jobs at the full minute."""

@@ -9,8 +9,8 @@ from typing import Any
 from django.db import router
 from django.db.migrations.operations import RunSQL
 
-from ..errors import PgqueBadArgument
-from ..ops import migrations as _migrations
+from ..errors import PgqueBadArgumentError
+from ..ops import migrations
 from ..ops.install import refuse_downgrade, sql_text
 from ..transaction.adapters import unprepared
 from ..types import Setting
@@ -33,7 +33,7 @@ class _Operation(RunSQL):
         return self._description
 
     def database_forwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
-        """Run the SQL where the routers allow it. Raises PgqueBadArgument for what is not PostgreSQL."""
+        """Run the SQL where the routers allow it. Raises PgqueBadArgumentError for what is not PostgreSQL."""
         if router.allow_migrate(schema_editor.connection.alias, app_label, **self.hints):
             self._check(schema_editor)
         with unprepared(schema_editor.connection.connection):
@@ -45,10 +45,10 @@ class _Operation(RunSQL):
             super().database_backwards(app_label, schema_editor, from_state, to_state)
 
     def _check(self, schema_editor: Any) -> None:
-        """Raise PgqueBadArgument for a database that is not PostgreSQL."""
+        """Raise PgqueBadArgumentError for a database that is not PostgreSQL."""
         connection = schema_editor.connection
         if connection.vendor != "postgresql":
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"pgque needs PostgreSQL, and Django's database {connection.alias!r} is {connection.vendor}",
                 hint="Let a database router keep this migration away from it (allow_migrate).",
             )
@@ -61,7 +61,7 @@ class Install(_Operation):
     """
 
     def __init__(self) -> None:
-        super().__init__("Install pgque", sql_text(), _migrations.UNINSTALL, {})
+        super().__init__("Install pgque", sql_text(), migrations.UNINSTALL, {})
 
     def _check(self, schema_editor: Any) -> None:
         """Raise also PgqueVersionError where the database has a newer version."""
@@ -94,8 +94,8 @@ class CreateQueue(_Operation):
     def __init__(self, queue: str, config: Mapping[str, Setting] | None = None) -> None:
         super().__init__(
             f"Create queue {queue}",
-            _migrations.create_queue(queue, config),
-            _migrations.drop_queue(queue),
+            migrations.create_queue(queue, config),
+            migrations.drop_queue(queue),
             {"queue": queue, "config": config},
         )
 
@@ -114,8 +114,8 @@ class Subscribe(_Operation):
     ) -> None:
         super().__init__(
             f"Subscribe {consumer} to queue {queue}",
-            _migrations.subscribe(queue, consumer, start_at, keyed_order, key_concurrency),
-            _migrations.unsubscribe(queue, consumer),
+            migrations.subscribe(queue, consumer, start_at, keyed_order, key_concurrency),
+            migrations.unsubscribe(queue, consumer),
             {
                 "queue": queue,
                 "consumer": consumer,

@@ -121,8 +121,8 @@ class PgqueBackend(_Backend):
         `pgque.send`.
 
         In autocommit the task is enqueued at once. Raises InvalidTask, TypeError for arguments that are no
-        JSON, and the errors of `pgque.send`: PgqueQueueNotFound, PgqueVersionError if the database has no
-        pgque, …
+        JSON, and the errors of `pgque.send`: PgqueQueueNotFoundError, PgqueVersionError if the database has
+        no pgque, …
         """
         self.validate_task(task)
         result = self._result(

@@ -16,7 +16,7 @@ from typing import Any, Final
 from .._version import __version__
 from ..outcomes import HandlerOutcome
 from ..types import Event, Message
-from . import telemetry as _telemetry
+from . import telemetry
 
 _SYSTEM = {"messaging.system": "pgque"}
 _OPERATION_TYPES = {"send": "send", "receive": "receive", "ack": "settle"}
@@ -40,19 +40,19 @@ class _OpenTelemetry:
             "messaging.process.duration",
             "s",
             "Time that handlers took.",
-            explicit_bucket_boundaries_advisory=_telemetry.BUCKETS,
+            explicit_bucket_boundaries_advisory=telemetry.BUCKETS,
         )
         self._operations = meter.create_histogram(
             "messaging.client.operation.duration",
             "s",
             "Time that calls of the database took: send, receive and ack.",
-            explicit_bucket_boundaries_advisory=_telemetry.BUCKETS,
+            explicit_bucket_boundaries_advisory=telemetry.BUCKETS,
         )
         self._wait = meter.create_histogram(
             "pgque.handler.wait",
             "s",
             "Time from send to the start of the handler, of first deliveries.",
-            explicit_bucket_boundaries_advisory=_telemetry.BUCKETS,
+            explicit_bucket_boundaries_advisory=telemetry.BUCKETS,
         )
         self._outcomes = meter.create_counter(
             "pgque.handler.outcomes", "{message}", "Messages that were handled, by pgque.outcome."
@@ -105,10 +105,10 @@ class _OpenTelemetry:
         of = {**_of(messages[0].queue, consumer), "messaging.operation.name": "process"}
         self._consumed.add(len(messages), of)
         for message in messages:
-            wait = _telemetry.waited(message)
+            wait = telemetry.waited(message)
             if wait is not None:
                 self._wait.record(wait, of)
-            if _telemetry.is_redelivered(message):
+            if telemetry.is_redelivered(message):
                 self._redeliveries.add(1, of)
         failed: dict[str, str] = {}
         self._in_flight.add(1, of)
@@ -188,7 +188,7 @@ def enable_opentelemetry(enabled: bool = True) -> None:
     the package opentelemetry-api: `pip install "./python[otel]"`.
     """
     global _enabled
-    _telemetry.remove(_enabled)
+    telemetry.remove(_enabled)
     _enabled = None
     if not enabled:
         return
@@ -197,7 +197,7 @@ def enable_opentelemetry(enabled: bool = True) -> None:
     except ImportError as error:
         raise ImportError('OpenTelemetry is missing: pip install "./python[otel]"') from error
     _enabled = _OpenTelemetry(propagate, trace, metrics)
-    _telemetry.add(_enabled)
+    telemetry.add(_enabled)
 
 
 def is_enabled() -> bool:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..types import Message
-from . import telemetry as _telemetry
+from . import telemetry
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -32,14 +32,14 @@ class _Prometheus:
             "pgque_handler_duration_seconds",
             "Time that handlers took.",
             of,
-            buckets=_telemetry.BUCKETS,
+            buckets=telemetry.BUCKETS,
             registry=registry,
         )
         self._wait = Histogram(
             "pgque_handler_wait_seconds",
             "Time from send to the start of the handler, of first deliveries.",
             of,
-            buckets=_telemetry.BUCKETS,
+            buckets=telemetry.BUCKETS,
             registry=registry,
         )
         self._outcomes = Counter(
@@ -92,10 +92,10 @@ class _Prometheus:
         of = (messages[0].queue or "", consumer)
         redeliveries = self._redeliveries.labels(*of)  # shown as 0 from the first message on
         for message in messages:
-            wait = _telemetry.waited(message)
+            wait = telemetry.waited(message)
             if wait is not None:
                 self._wait.labels(*of).observe(wait)
-            if _telemetry.is_redelivered(message):
+            if telemetry.is_redelivered(message):
                 redeliveries.inc()
         began = time.perf_counter()
         in_flight = self._in_flight.labels(*of)
@@ -135,7 +135,7 @@ def enable_prometheus(enabled: bool = True, *, registry: CollectorRegistry | Non
     global _enabled
     if not enabled:
         if _enabled is not None:
-            _telemetry.remove(_enabled)
+            telemetry.remove(_enabled)
             _enabled.unregister()
         _enabled = None
         return
@@ -148,7 +148,7 @@ def enable_prometheus(enabled: bool = True, *, registry: CollectorRegistry | Non
             return
         enable_prometheus(False)
     _enabled = _Prometheus(REGISTRY if registry is None else registry)
-    _telemetry.add(_enabled)
+    telemetry.add(_enabled)
 
 
 def serve(host: str, port: int) -> None:

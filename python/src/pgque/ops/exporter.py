@@ -28,7 +28,7 @@ from ..client.limit import COMMAND_TIMEOUT, check_command_timeout
 from ..errors import PgqueConnectionError, PgqueError, from_psycopg, one_line
 from ..twins.client import PgqueClient
 from ..twins.connection import open_client
-from .monitoring import text as _file
+from .monitoring import text as file
 
 __all__ = ["CONTENT_TYPE", "Exporter", "make_server", "render"]
 
@@ -161,7 +161,7 @@ def _read(conn: psycopg.Connection[object]) -> list[Family]:
     with conn.transaction():
         conn.execute("select set_config('statement_timeout', %s, true)", [f"{_TIMEOUT}s"], prepare=False)
         with conn.cursor(row_factory=args_row(_Figure)) as cursor:
-            figures = cursor.execute(_file("figures.sql").encode(), prepare=False).fetchall()
+            figures = cursor.execute(file("figures.sql").encode(), prepare=False).fetchall()
     took = time.monotonic() - began
     figures += [
         _Figure("pgque_up", "", "", "", 1),

@@ -13,18 +13,18 @@ from .._version import __version__
 from ..client.dsn import with_keepalives
 from ..client.limit import LimitedConnection
 from ..codec.encode import FIND_VERSION, THROUGH, check_not_newer
-from ..errors import PgqueBadArgument, from_psycopg
+from ..errors import PgqueBadArgumentError, from_psycopg
 
 
 def sql_text(version: str | None = None) -> str:
     """Return the SQL file of this package's version, or that of 0.8.0.
 
-    Databases before 0.7.0 are upgraded to 0.8.0 first. Raises PgqueBadArgument for another version.
+    Databases before 0.7.0 are upgraded to 0.8.0 first. Raises PgqueBadArgumentError for another version.
     """
     if version in (None, __version__):
         return files("pgque.ops").joinpath("pgque.sql").read_text(encoding="utf-8")
     if version != THROUGH:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"this package has no SQL of version {version}", hint=f"It has {THROUGH} and {__version__}."
         )
     return lzma.decompress(files("pgque.ops").joinpath(f"pgque-{THROUGH}.sql.xz").read_bytes()).decode()

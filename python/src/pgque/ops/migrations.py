@@ -8,7 +8,7 @@ from datetime import datetime
 
 from psycopg import sql
 
-from ..codec import encode as _encode
+from ..codec import encode
 from ..types import Setting
 
 UNINSTALL = "select pgque.uninstall();"
@@ -16,7 +16,7 @@ UNINSTALL = "select pgque.uninstall();"
 
 def create_queue(queue: str, config: Mapping[str, Setting] | None = None) -> str:
     """Return the statement that creates a queue."""
-    return _call("create_queue", queue, None if config is None else _encode.config_json(config))
+    return _call("create_queue", queue, None if config is None else encode.config_json(config))
 
 
 def drop_queue(queue: str, force: bool = False) -> str:
@@ -32,7 +32,7 @@ def subscribe(
     key_concurrency: int | None = None,
 ) -> str:
     """Return the statement that subscribes a consumer."""
-    start = "latest" if start_at is None else _encode.start_text(start_at)
+    start = "latest" if start_at is None else encode.start_text(start_at)
     limit = [] if key_concurrency is None else [key_concurrency]
     return _call("subscribe", queue, consumer, start, keyed_order, *limit)
 

@@ -98,7 +98,7 @@ def run_ticker(
     random pause, without limit. So it does if the server does not answer for `command_timeout` seconds;
     None is no limit. Setting `stop` ends the running call within a second.
 
-    Raises a PgqueError if trying again cannot help: PgqueVersionError, PgquePermissionDenied.
+    Raises a PgqueError if trying again cannot help: PgqueVersionError, PgquePermissionDeniedError.
     """
     stopped = stop or threading.Event()
 
@@ -125,7 +125,7 @@ def _tick(dsn: str, stop: threading.Event, command_timeout: float | None) -> Non
         opening = partial(open_client, dsn, "pgque ticker", command_timeout=command_timeout)
         with open_client_before(stopper, GRACE, opening) as client:
             client.conn.execute("set statement_timeout = 0")
-            log.info("ticking, pgque %s", client.version())
+            log.info("ticking, pgque %s", client.monitor.version())
             limit = None if command_timeout is None else _RUN + command_timeout
             with within(client.conn, limit), stopper.stop_deadline(client.conn, GRACE):
                 while not stop.is_set():

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from ..codec import encode as _encode
-from ..errors import PgqueBadArgument, described
+from ..codec import encode
+from ..errors import PgqueBadArgumentError, described
 from ..outcomes import Dead, HandlerOutcome, Outcomes, Release, Retry, reason_of, retry_interval
 from ..types import Message, Seconds, columns
 
@@ -87,7 +87,7 @@ def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta
         case Retry(after=after, reason=reason):
             try:
                 own = retry_interval(after)
-            except PgqueBadArgument as error:
+            except PgqueBadArgumentError as error:
                 return failure_outcome(error, retry_after)
             return MessageOutcome("nack", retry_after if own is None else own, reason_of(reason))
         case Dead(reason=reason):
@@ -359,7 +359,7 @@ def report(batch_id: int, outcome: MessageOutcome, msg_ids: Sequence[int] | None
             " from pgque.release(%(batch)s::bigint, %(msg_ids)s::bigint[]) as r (done) where r.done = 0",
             {"batch": batch_id, "msg_ids": _array(msg_ids)},
         )
-    sql, params = _encode.arguments(
+    sql, params = encode.arguments(
         {
             "msg_ids": ("bigint[]", _array(msg_ids)),
             "retry_after": ("interval", outcome.retry_after),
@@ -410,7 +410,7 @@ def receive(
             "consumer": consumer,
             "max": count,
             "worker": worker,
-            "timeout": _encode.interval(visibility_timeout),
+            "timeout": encode.interval(visibility_timeout),
             "bytes": max_bytes,
         },
     )
@@ -436,7 +436,7 @@ def receive_alone(
         "pgque.receive_coop(%(queue)s::text, %(consumer)s::text, %(subconsumer)s::text, %(max)s::int,"
         " %(dead)s::interval, %(bytes)s::bigint)"
     )
-    return _delivery(call, {**params, "subconsumer": subconsumer, "dead": _encode.interval(dead_interval)})
+    return _delivery(call, {**params, "subconsumer": subconsumer, "dead": encode.interval(dead_interval)})
 
 
 def _delivery(call: str, params: Mapping[str, object]) -> Statement:
@@ -449,7 +449,7 @@ def extend(batch_id: int, by: float, lock_timeout: float | None = None) -> State
     return (
         f"select r.held from {_ASYNC_COMMIT}, {_LOCK_TIMEOUT},"
         " lateral pgque.extend(%(batch)s::bigint, %(by)s::interval) as r (held)",
-        {"batch": batch_id, "by": _encode.interval(by), "lock_timeout": _milliseconds(lock_timeout)},
+        {"batch": batch_id, "by": encode.interval(by), "lock_timeout": _milliseconds(lock_timeout)},
     )
 
 

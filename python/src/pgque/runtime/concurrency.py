@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from ..errors import PgqueBadArgument, PgqueError
+from ..errors import PgqueBadArgumentError, PgqueError
 
 if TYPE_CHECKING:
     from .processes import ProcessWorker
@@ -214,10 +214,10 @@ class SingleRun:
 
 
 def check_until_idle(worker: object, until_idle: bool) -> None:
-    """Raise PgqueBadArgument for a worker of processes, none of which can tell that the others have nothing
-    left."""
+    """Raise PgqueBadArgumentError for a worker of processes, none of which can tell that the others have
+    nothing left."""
     if until_idle and getattr(worker, "use", None) == "processes":
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             "until_idle is not possible with use='processes'", hint="Use threads, or call stop()."
         )
 

@@ -16,10 +16,10 @@ from psycopg import AsyncCursor
 from psycopg.rows import args_row
 
 from ..client.client import AsyncPgqueClient
-from ..codec import encode as _encode
+from ..codec import encode
 from ..codec.decode import reading
 from ..errors import from_psycopg
-from ..integrations import opentelemetry as _otel
+from ..integrations import opentelemetry as otel
 from ..types import Message, Seconds
 from .batches import Batch, Refused, Statement
 from .stopper import AsyncStopper
@@ -55,7 +55,7 @@ async def extend_if_due(
     """Extend the lease of a batch by the time that has passed, if that is this share of the visibility
     timeout. Return False when the batch is lost."""
     now = time.monotonic()
-    if not batch.lost and now - batch.extended_at >= share * _encode.total_seconds(visibility_timeout):
+    if not batch.lost and now - batch.extended_at >= share * encode.total_seconds(visibility_timeout):
         batch.note_extended(now, await client._maybe(int, *batch.extension(now)))
     return not batch.lost
 
@@ -73,7 +73,7 @@ async def report_and_receive(
         operation, queue = "receive", str(receive[1]["queue"])
     else:
         operation, queue = "ack", ",".join(sorted({batch.queue or "" for batch in batches}))
-    with _otel.timed(operation, queue, consumer):
+    with otel.timed(operation, queue, consumer):
         refused, received = await round_trip(client, reports, receive, make)
     for batch in batches:
         batch.mark_reported()
@@ -100,7 +100,7 @@ async def round_trip(
                 await conn.execute("begin")
             for statement, given in reports:
                 params = {
-                    name: _encode.reason_text(str(value), conn) if name == "reason" else value
+                    name: encode.reason_text(str(value), conn) if name == "reason" else value
                     for name, value in given.items()
                 }
                 reported.append(await conn.cursor(row_factory=args_row(Refused)).execute(statement, params))

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..codec import payloads as _payloads
+from ..codec import payloads
 from ..codec.encode import total_seconds
-from ..errors import PgqueBadArgument, PgquePayloadError
+from ..errors import PgqueBadArgumentError, PgquePayloadError
 from ..outcomes import HandlerOutcome, Outcomes
 from ..types import Message, Seconds
 from .retries import DEFAULT, Retries
@@ -49,7 +49,7 @@ class Registered(NamedTuple):
 
     def read(self, messages: Sequence[Message]) -> tuple[list[object], Outcomes]:
         """Return what a batch handler gets, and the errors of messages that it cannot get."""
-        if self.give is _payloads.itself:
+        if self.give is payloads.itself:
             return [*messages], Outcomes()
         given: list[object] = []
         failed = Outcomes()
@@ -121,7 +121,8 @@ class Handlers:
         The decorator must be called by the code that names the handler, since it reads the local names of its
         caller: a handler may ask for a model by annotation. Raises TypeError where the decorator was given
         the handler itself in place of the type, for a handler that takes other arguments, and for an
-        annotation that no message and no payload becomes; PgqueBadArgument if the type has another handler.
+        annotation that no message and no payload becomes; PgqueBadArgumentError if the type has another
+        handler.
         """
         if not isinstance(type, str):
             raise TypeError(
@@ -134,14 +135,14 @@ class Handlers:
             _check_arguments(handler, self._arguments, options.size is not None)
             before = self._by_type.get(type)
             if before is not None and before.handler != handler:
-                raise PgqueBadArgument(
+                raise PgqueBadArgumentError(
                     f"messages of type {type!r} have a handler already: {_name(before.handler)}",
                     hint="Register one function for a type, and call others from it.",
                 )
             namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
-            give = _payloads.giver(handler, namespace, _name(handler), options.size is not None)
+            give = payloads.giver(handler, namespace, _name(handler), options.size is not None)
             result = made(handler)
-            caller = _payloads.calling(handler, give) if options.size is None else handler
+            caller = payloads.calling(handler, give) if options.size is None else handler
             self._by_type[type] = Registered(result, options, caller, give)
             return result
 
@@ -152,10 +153,10 @@ class Handlers:
         self._by_type.update(others._by_type)
 
     def check_any(self, policy: str) -> None:
-        """Raise PgqueBadArgument without a single handler: each message would fail until it is a dead
+        """Raise PgqueBadArgumentError without a single handler: each message would fail until it is a dead
         letter."""
         if not self._by_type and policy != "ack":
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "there is no handler for any message",
                 hint=f'Register one with {self._decorator}("type"), or pass unknown_handler_policy="ack".',
             )
@@ -224,7 +225,7 @@ def check_async_handler(handler: Callable[..., object], owner: str) -> None:
 
 def _check_arguments(handler: Callable[..., object], count: int, of_batch: bool) -> None:
     """Raise TypeError for a handler that cannot be called with so many arguments."""
-    if (signature := _payloads.signature_of(handler)) is None:
+    if (signature := payloads.signature_of(handler)) is None:
         return
     try:
         signature.bind(*[None] * count)

@@ -8,7 +8,7 @@ import socket
 import time
 from pathlib import Path
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 
 log = logging.getLogger("pgque.worker")
 
@@ -37,9 +37,9 @@ class Liveness:
         self._has_failed = False
 
     def check(self) -> None:
-        """Raise PgqueBadArgument where the file cannot be made."""
+        """Raise PgqueBadArgumentError where the file cannot be made."""
         if self._file is not None and not os.access(self._file.parent, os.W_OK | os.X_OK):
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"liveness_file {str(self._file)!r} cannot be made: its folder is missing or not writable",
                 hint="Name a file in a folder that the worker may write to, such as /tmp/pgque-alive.",
             )

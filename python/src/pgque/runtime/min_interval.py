@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 from ..types import Message
 
 # Longest `min_interval`, in seconds: a day.
@@ -14,10 +14,10 @@ _MAX_INTERVAL = 86400
 
 
 def check_min_interval(value: float) -> None:
-    """Raise PgqueBadArgument for a value that cannot be the `min_interval` of a consumer or a worker."""
+    """Raise PgqueBadArgumentError for a value that cannot be the `min_interval` of a consumer or a worker."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= _MAX_INTERVAL:  # nan is not in between
-        raise PgqueBadArgument(f"min_interval must be from 0 to {_MAX_INTERVAL} seconds, not {value!r}")
+        raise PgqueBadArgumentError(f"min_interval must be from 0 to {_MAX_INTERVAL} seconds, not {value!r}")
 
 
 def next_receive_at(

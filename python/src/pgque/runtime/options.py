@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 
 # Why an argument cannot apply, and what to do, by class and argument.
 _REFUSED = {
@@ -38,12 +38,12 @@ _OWN = {
 
 
 def refuse(kind: Literal["Worker", "Consumer"], given: Mapping[str, object]) -> None:
-    """Raise PgqueBadArgument for an argument that a class cannot have because of what it is, and TypeError
-    for one that neither class has."""
+    """Raise PgqueBadArgumentError for an argument that a class cannot have because of what it is, and
+    TypeError for one that neither class has."""
     for name in given:
         if name in _REFUSED[kind]:
             reason, hint = _REFUSED[kind][name]
-            raise PgqueBadArgument(f"a {kind} cannot have {name}: {reason}", hint=hint)
+            raise PgqueBadArgumentError(f"a {kind} cannot have {name}: {reason}", hint=hint)
         raise TypeError(f"{kind} has no argument {name!r}")
 
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from ..codec.json import Encoder
 from ..codec.payloads import Decoder
 from ..errors import PgqueError
-from ..integrations import opentelemetry as _otel
-from ..integrations import prometheus as _prometheus
+from ..integrations import opentelemetry as otel
+from ..integrations import prometheus
 from .handlers import Handlers, Options
 from .liveness import Liveness, is_fresh
 from .middleware import Middleware, Moment
@@ -105,8 +105,8 @@ class _Place:
                 worker._handlers.options_by_type,
                 worker._middleware.hooks,
                 worker._recurring,
-                _otel.is_enabled(),
-                _prometheus.is_enabled(),
+                otel.is_enabled(),
+                prometheus.is_enabled(),
                 sending,
             ),
             name=f"pgque worker {self._number}",
@@ -219,9 +219,9 @@ def _run(
 ) -> None:
     """Run a worker in this process, and send the error that ends it through the pipe."""
     if with_opentelemetry:
-        _otel.enable_opentelemetry()
+        otel.enable_opentelemetry()
     if with_prometheus:
-        _prometheus.enable_prometheus()
+        prometheus.enable_prometheus()
     worker = made(dsn, concurrency=1, **settings)
     for type_, handler in handlers.items():
         worker._handlers.register(type_, options=options[type_])(handler)

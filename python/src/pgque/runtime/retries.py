@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 from ..outcomes import retry_interval
 from ..types import Message, Seconds
 
@@ -54,14 +54,14 @@ def retries(
 ) -> Retries:
     """Return what a handler was registered with.
 
-    Raises TypeError for what is no class of errors, and PgqueBadArgument for what is no pause.
+    Raises TypeError for what is no class of errors, and PgqueBadArgumentError for what is no pause.
     """
     if backoff is None:
         pauses: Sequence[Seconds] = ()
     elif isinstance(backoff, Sequence):
         pauses = backoff
         if not pauses:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "backoff must have at least one pause", hint="Leave it out, or pass seconds."
             )
     else:

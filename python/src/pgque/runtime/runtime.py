@@ -27,15 +27,14 @@ from psycopg import AsyncConnection
 from ..client.client import AsyncPgqueClient
 from ..client.connection import Progress, keep_connected, open_client, open_client_before
 from ..client.limit import check_command_timeout
-from ..codec import encode as _encode
-from ..codec import payloads as _payloads
+from ..codec import encode, payloads
 from ..codec.json import Encoder
 from ..codec.payloads import BadPayload, Decoder
-from ..errors import PgqueBadArgument, PgqueError, PgqueMessageNotFound, PgquePayloadError, one_line
-from ..integrations import telemetry as _telemetry
+from ..errors import PgqueBadArgumentError, PgqueError, PgqueMessageNotFoundError, PgquePayloadError, one_line
+from ..integrations import telemetry
 from ..outcomes import HandlerOutcome, Outcomes, retry_interval
 from ..types import Event, Message, Payload, Seconds
-from . import batches as _batches
+from . import batches
 from .batches import ACK, ARCHIVE, RELEASE, Batch, Item, MessageOutcome, Running, Statement
 from .concurrency import SingleRun, TaskPool, check_until_idle, run_worker_async
 from .exchange import extend_if_due, report_and_receive, wait
@@ -165,8 +164,8 @@ class AsyncRuntime:
         timeout_of(handler_timeout, "handler_timeout")
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
-        _payloads.check_functions(encoder=encoder, decoder=decoder)
-        _payloads.check_bad_payload(bad_payload)
+        payloads.check_functions(encoder=encoder, decoder=decoder)
+        payloads.check_bad_payload(bad_payload)
         check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
@@ -195,7 +194,7 @@ class AsyncRuntime:
         self._title = f"{self._kind.lower()} {name}"
         self._lease_seconds = lease_seconds
         self._usual_lease = lease_seconds if math.isfinite(lease_seconds) else _USUAL_LEASE
-        self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
+        self._make_message: Callable[..., Message] = payloads.message_maker(Message, decoder)
         self._handlers = Handlers(
             self._kind,
             f"@{self._kind.lower()}.handler",
@@ -282,8 +281,8 @@ class AsyncRuntime:
                 the worker.
 
         Raises TypeError for an object that cannot be a handler, an annotation that cannot be validated, and
-        what is no class of errors; PgqueBadArgument for a pause below 0 or over ten years; ValueError for a
-        timeout of 0 or below.
+        what is no class of errors; PgqueBadArgumentError for a pause below 0 or over ten years; ValueError
+        for a timeout of 0 or below.
         """
         return self._handlers.register(type, options=_options(retry_on, dead_on, backoff, timeout))
 
@@ -340,7 +339,7 @@ class AsyncRuntime:
         receive from the queue.
         """
         if type == "*":
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 'a task needs a message type, and "*" is none', hint="Use handler for all other types."
             )
         to = own_queue(self.queues, queue, "a task")
@@ -359,7 +358,7 @@ class AsyncRuntime:
         catch_up: str = "one",
     ) -> Callable[[H], H]:
         """Register the decorated function as the handler of a recurring message, which the ticker sends at
-        the times of `cron`. See `AsyncPgqueClient.create_recurring`, which the worker calls when it
+        the times of `cron`. See `AsyncPgqueClient.recurring.create`, which the worker calls when it
         starts.
 
         Any number of workers may have the decorator: each run is sent once. The role of the worker needs the
@@ -428,11 +427,12 @@ class AsyncRuntime:
         After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
         and a second more to release messages.
 
-        Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFound,
-        PgqueConsumerNotFound, PgquePermissionDenied; PgqueQueueInUse if a worker's consumer reads on its own,
-        or a subconsumer's; PgqueBadArgument if a consumer without workers has workers, and without a
-        handler, unless `unknown_handler_policy` is "ack". Running handlers have `shutdown_timeout` seconds to
-        finish then. Raises PgqueError while the object runs already, and after it was stopped.
+        Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFoundError,
+        PgqueConsumerNotFoundError, PgquePermissionDeniedError; PgqueQueueInUseError if a worker's consumer
+        reads on its own, or a subconsumer's; PgqueBadArgumentError if a consumer without workers has workers,
+        and without a handler, unless `unknown_handler_policy` is "ack". Running handlers have
+        `shutdown_timeout` seconds to finish then. Raises PgqueError while the object runs already, and after
+        it was stopped.
         """
         self._handlers.check_any(self.unknown_handler_policy)
         check_until_idle(self, until_idle)
@@ -578,7 +578,7 @@ class AsyncRuntime:
             source.settings = await listen(client, source.queue)
             await self._prepare(client, source)
         for it in self._recurring:
-            await client.create_recurring(
+            await client.recurring.create(
                 it.name, it.queue, it.cron, it.event, timezone=it.timezone, catch_up=it.catch_up
             )
         self._sources.wake(None)
@@ -674,7 +674,7 @@ class AsyncRuntime:
         self._sources.note_received(source, len(received))
         self._forget_finished()
         # Of a consumer that reads alone; a worker's own batches are never left.
-        left = source.left.outcome(received, _encode.interval(self.retry_after))
+        left = source.left.outcome(received, encode.interval(self.retry_after))
         if received:
             self._watches[source].reset()
             min_interval = 0 if self._until_idle else self.min_interval
@@ -796,7 +796,7 @@ class AsyncRuntime:
             where = f"the handler of message {message.msg_id}, type {message.type!r}, queue {message.queue},"
             if name is None:
                 running.is_logged = True
-                _telemetry.note_overrun(message, self.consumer)
+                telemetry.note_overrun(message, self.consumer)
                 self._log.warning(
                     "%s has run for %.0f s without a limit: set handler_timeout", where, seconds
                 )
@@ -805,7 +805,7 @@ class AsyncRuntime:
                 what = "the message is" if count == 1 else f"the {count} messages of its batch are"
                 self._log.error("%s ran longer than %g s: %s rejected; %s", where, limit, what, self._left)
                 reason = f"the handler ran longer than {limit:g} s ({name})"
-                _telemetry.note_overrun(message, self.consumer)
+                telemetry.note_overrun(message, self.consumer)
                 self._leave(running, [self._rejection(each, reason) for each in running.messages])
                 self._stopper.wake()
 
@@ -835,8 +835,8 @@ class AsyncRuntime:
         if source is None:
             return True  # its queue was renamed a moment ago
         try:
-            found = await client.message_status(source.queue, message.msg_id)
-        except PgqueMessageNotFound:
+            found = await client.messages.status(source.queue, message.msg_id)
+        except PgqueMessageNotFoundError:
             return False
         return any(status.consumer_name == self.consumer for status in found)
 
@@ -846,7 +846,7 @@ class AsyncRuntime:
         running.is_over = True
         for message, outcome in zip(running.messages, outcomes, strict=True):
             self._finished.append((running.item.batch, message.msg_id, outcome))
-            _telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
+            telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
         if self._guard is None:
             self._pool.abandon(running.place)
         else:
@@ -865,7 +865,7 @@ class AsyncRuntime:
         if own is not None:
             return own, "timeout"
         if self.handler_timeout is not None:
-            return _encode.total_seconds(self.handler_timeout), "handler_timeout"
+            return encode.total_seconds(self.handler_timeout), "handler_timeout"
         return _LONG * self._usual_lease, None
 
     def _collect(self) -> None:
@@ -952,7 +952,7 @@ class AsyncRuntime:
             if batch.lost:
                 outcomes = dict.fromkeys(message.msg_id for message in messages)
                 for message in messages:
-                    _telemetry.note_outcome(message, self.consumer, "lost")
+                    telemetry.note_outcome(message, self.consumer, "lost")
             elif batch.has_expired(self._lease_seconds):
                 self._log_expired(batch)
             elif self.transactional and not more:
@@ -963,7 +963,7 @@ class AsyncRuntime:
             else:
                 running = self._start(item)
                 self._note_started(running, messages)
-                with _telemetry.handling(messages, self.consumer):
+                with telemetry.handling(messages, self.consumer):
                     outcomes = self._outcomes(handler, messages, await self._called(handler, messages, *more))
         except BaseException as error:
             is_of_handler = isinstance(error, (Exception, SystemExit))
@@ -980,7 +980,7 @@ class AsyncRuntime:
                     if (msg_id := message.msg_id) in outcomes:
                         outcome = outcomes[msg_id]
                         if outcome is not None:
-                            _telemetry.note_outcome(message, self.consumer, outcome.action)
+                            telemetry.note_outcome(message, self.consumer, outcome.action)
                         self._finished.append((batch, msg_id, outcome))
                 if again:
                     self._pool.put(again)
@@ -1005,7 +1005,7 @@ class AsyncRuntime:
         if isinstance(returned, Outcomes):
             ids = {message.msg_id for message in messages}
             if unknown := returned.keys() - ids:
-                raise PgqueBadArgument(
+                raise PgqueBadArgumentError(
                     f"the handler returned outcomes of messages that it did not get: {unknown}"
                 )
         found: dict[int, MessageOutcome] = {}
@@ -1046,7 +1046,7 @@ class AsyncRuntime:
     def _after(self, message: Message) -> timedelta | None:
         """Return when a message is redelivered that is rejected; None is as the queue says."""
         own = self._handlers.options(message).retries.after(message)
-        return _encode.interval(self.retry_after) if own is None else own
+        return encode.interval(self.retry_after) if own is None else own
 
     def _rejection(self, message: Message, reason: str | None) -> MessageOutcome:
         return MessageOutcome("nack", self._after(message), reason)
@@ -1057,7 +1057,7 @@ class AsyncRuntime:
 
     def _outcome(self, message: Message, returned: object) -> MessageOutcome:
         success = ARCHIVE if self.archive else ACK
-        return success if returned is None else _batches.outcome_of(returned, success, self._after(message))
+        return success if returned is None else batches.outcome_of(returned, success, self._after(message))
 
     def _outcomes_of_error(
         self, messages: Sequence[Message], error: BaseException
@@ -1081,6 +1081,6 @@ class AsyncRuntime:
         self._log.warning("%s", text, exc_info=shown)
         is_dead = given_up_for is not None
         return {
-            message.msg_id: _batches.failure_outcome(error, self._after(message), is_dead)
+            message.msg_id: batches.failure_outcome(error, self._after(message), is_dead)
             for message in messages
         }

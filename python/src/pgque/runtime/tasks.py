@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar
 
 from ..codec.json import Encoder
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 from ..transaction.calls import send_async, send_batch_async
 from ..twins.calls import send, send_batch
 from ..types import Event, Seconds
@@ -89,7 +89,7 @@ class Task(Generic[T, P, R]):
 
         `conn` and the options (`headers`, `key`, `delay`, `deliver_at`, `ttl`, `partition_key`, `encoder`),
         their units and the errors are those of `pgque.send`. None as `encoder` is that of the worker.
-        Raises PgqueBadArgument for an Event, which has a type of its own. Calls `pgque.send`.
+        Raises PgqueBadArgumentError for an Event, which has a type of its own. Calls `pgque.send`.
         """
         return send(conn, self.queue, self._checked(payload), type=self.type, **self._with_encoder(options))
 
@@ -117,7 +117,7 @@ class Task(Generic[T, P, R]):
 
     def _with_encoder(self, options: Mapping[str, Any]) -> dict[str, Any]:
         if options.keys() & {"type", "queue"}:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"{self.__qualname__} sends messages of type {self.type!r} to queue {self.queue} only",
                 hint="Use pgque.send for other messages.",
             )
@@ -129,7 +129,7 @@ class Task(Generic[T, P, R]):
 
     def _checked(self, payload: T) -> T:
         if isinstance(payload, Event):
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"{self.__qualname__} takes a payload and not an Event, which has a type of its own",
                 hint="Pass event.payload, and its options as arguments.",
             )

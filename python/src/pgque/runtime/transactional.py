@@ -18,7 +18,7 @@ from ..client.backoff import pauses
 from ..client.client import AsyncPgqueClient
 from ..client.limit import within
 from ..errors import PgqueError, described, from_psycopg, one_line, pooler_error
-from ..integrations import telemetry as _telemetry
+from ..integrations import telemetry
 from ..types import Message
 from .batches import RELEASE, Item, MessageOutcome, Refused, Running
 from .exchange import round_trip
@@ -233,7 +233,7 @@ class AsyncTransactions:
         if are_last:
             batch.note_last()
         for message in messages:
-            _telemetry.note_outcome(message, self._owner.consumer, outcomes[message.msg_id].action)
+            telemetry.note_outcome(message, self._owner.consumer, outcomes[message.msg_id].action)
         return dict.fromkeys(outcomes)
 
     async def _handle_call(
@@ -245,7 +245,7 @@ class AsyncTransactions:
         if handler is None:
             return {message.msg_id: self._owner._unhandled(message) for message in messages}
         try:
-            with _telemetry.handling(messages, self._owner.consumer):
+            with telemetry.handling(messages, self._owner.consumer):
                 return await self._in_savepoint(client, running, handler, check)
         except BaseException as error:
             if self._owner._is_ending(running):
@@ -337,7 +337,7 @@ class AsyncTransactions:
             lost = {message.msg_id for message in item.messages}
         for message in item.messages:
             if message.msg_id in lost:
-                _telemetry.note_outcome(message, self._owner.consumer, "lost")
+                telemetry.note_outcome(message, self._owner.consumer, "lost")
         return {message.msg_id: None if message.msg_id in lost else RELEASE for message in item.messages}
 
 

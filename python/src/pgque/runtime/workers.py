@@ -20,15 +20,15 @@ from ..client.client import AsyncPgqueClient
 from ..client.connection import open_client
 from ..client.limit import COMMAND_TIMEOUT, check_command_timeout
 from ..client.statements import MAX_BYTES
-from ..codec import encode as _encode
+from ..codec import encode
 from ..codec import payloads as _payloads
 from ..codec.json import Encoder
 from ..codec.payloads import BadPayload, Decoder
 from ..errors import PgqueConnectionError, PgqueError, one_line
-from ..integrations import opentelemetry as _otel
+from ..integrations import opentelemetry as otel
 from ..outcomes import retry_interval
 from ..types import Event, Message, Payload, Seconds
-from . import batches as _batches
+from . import batches
 from .batches import ACK, ARCHIVE, RELEASE, Batch, MessageOutcome, Statement
 from .concurrency import AsyncLock
 from .exchange import default_timeout, extend_if_due, report_and_receive, round_trip, wait
@@ -76,7 +76,7 @@ class AsyncWorkMessage(Message):
 
     async def nack(self, after: Seconds | None = None, reason: str | None = None) -> bool:
         """Reject the message: it is redelivered after some seconds; None is the queue's setting. Calls
-        `pgque.nack`. Raises PgqueBadArgument for a negative length of time, or one over ten years."""
+        `pgque.nack`. Raises PgqueBadArgumentError for a negative length of time, or one over ten years."""
         return await self._report(MessageOutcome("nack", retry_interval(after), reason))
 
     async def dead(self, reason: str | None = None) -> bool:
@@ -253,12 +253,12 @@ class AsyncWorkQueue:
             max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None
                 is no limit.
 
-        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueConnectionError. After a lost connection, call
-        again.
+        Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgqueConnectionError. After a lost
+        connection, call again.
         """
         if self.consumer is None:
             raise ValueError("to receive, a work queue needs the name of its consumer")
-        name = worker or _batches.worker_name()
+        name = worker or batches.worker_name()
         async with self._lock:
             client = await self._listen()
             if visibility_timeout is None:
@@ -268,7 +268,7 @@ class AsyncWorkQueue:
         try:
             while True:
                 following = _Delivery(self)
-                receive = _batches.receive(
+                receive = batches.receive(
                     self.queue, self.consumer, name, max_messages, visibility_timeout, max_bytes
                 )
                 async with self._lock:
@@ -363,10 +363,10 @@ class AsyncWorkQueue:
     async def _report(self, batch: Batch[AsyncWorkMessage], msg_id: int, outcome: MessageOutcome) -> bool:
         if not batch.is_open(msg_id):
             return False
-        statement = _batches.report(batch.batch_id, outcome, [msg_id])
+        statement = batches.report(batch.batch_id, outcome, [msg_id])
         async with self._lock:
             client = await self._connected()
-            with _otel.timed("ack", self.queue, self.consumer):
+            with otel.timed("ack", self.queue, self.consumer):
                 refused, _ = await round_trip(client, [statement], None, AsyncWorkMessage)
             batch.mark_message_reported(msg_id, outcome)
         return not refused
@@ -389,7 +389,7 @@ class AsyncWorker(AsyncRuntime):
 
     If a handler returns, its message is acknowledged. If it raises, the message is rejected with the text of
     the error as reason, and redelivered after `retry_after` seconds; after the last attempt it goes the way
-    of the queue's `drop_policy`. A handler may also return or raise `Retry(after=…)`, `Dead(…)` or
+    of the queue's `drop_policy`. A handler may also return or raise `Retry(retry_after=…)`, `Dead(…)` or
     `Release()`.
 
     The worker extends the lease of a message every half `visibility_timeout` while its handler runs, however
@@ -458,7 +458,7 @@ class AsyncWorker(AsyncRuntime):
         command_timeout: seconds in which the server has to answer each call; then the worker connects again.
             It does not count for the statements of transactional handlers.
 
-    Raises PgqueBadArgument for an argument of a Consumer that a worker cannot have.
+    Raises PgqueBadArgumentError for an argument of a Consumer that a worker cannot have.
     """
 
     _kind = "Worker"
@@ -496,11 +496,11 @@ class AsyncWorker(AsyncRuntime):
         **of_consumer: NoReturn,
     ) -> None:
         refuse("Worker", of_consumer)
-        if _encode.total_seconds(visibility_timeout) <= 0:
+        if encode.total_seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
         self.use = use
         self.visibility_timeout = visibility_timeout
-        self.worker: str = worker or _batches.worker_name()
+        self.worker: str = worker or batches.worker_name()
         super().__init__(
             dsn,
             queue=queue,
@@ -514,7 +514,7 @@ class AsyncWorker(AsyncRuntime):
             max_bytes=max_bytes,
             min_interval=min_interval,
             poll_interval=poll_interval,
-            lease_seconds=_encode.total_seconds(visibility_timeout),
+            lease_seconds=encode.total_seconds(visibility_timeout),
             retry_after=retry_after,
             archive=archive,
             transactional=transactional,
@@ -533,7 +533,7 @@ class AsyncWorker(AsyncRuntime):
         return AsyncWorker
 
     def _receive_statement(self, queue: str, count: int) -> Statement:
-        return _batches.receive(
+        return batches.receive(
             queue, self.consumer, self.worker, count, self.visibility_timeout, self.max_bytes
         )
 

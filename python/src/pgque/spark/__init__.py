@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 from ._once import foreach_batch_once, stream_id
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def write_jdbc(
     `num_partitions` bounds the connections; `connection` is url, host, port, dbname, user, password and so
     on, as for `format("pgque")`. The password travels as a property, never in the url.
 
-    Raises PgqueBadArgument before anything is sent when a column does not fit.
+    Raises PgqueBadArgumentError before anything is sent when a column does not fit.
     """
     rows, table = _rows(df, queue, replace_by_key)
     _jdbc(rows, table, queue, batch_size, num_partitions, connection)
@@ -84,13 +84,13 @@ def foreach_batch(
         from pyspark.sql import functions as f
 
         if not hasattr(df.sparkSession, "sparkContext"):
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "foreach_batch cannot count partitions in Spark Connect: use writeStream.format('pgque')",
                 sqlstate="PQ005",
             )
         query = stream_id(df)
         if not (sink_id or query):
-            raise PgqueBadArgument("foreach_batch cannot see the query's id: say sink_id")
+            raise PgqueBadArgumentError("foreach_batch cannot see the query's id: say sink_id")
         sink = sink_id or f"{query}/{queue or ''}"
         if num_partitions is not None:
             df = df.coalesce(num_partitions)

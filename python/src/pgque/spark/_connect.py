@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError, from_fields, from_psycopg
+from ..errors import PgqueBadArgumentError, PgqueConnectionError, PgqueError, from_fields, from_psycopg
 
 if TYPE_CHECKING:
     import adbc_driver_manager as adbc
@@ -40,7 +40,7 @@ _ENVIRONMENT = {
 def parameters(connection: Mapping[str, str]) -> dict[str, str]:
     """Return connection options as libpq's parameters; what stands beside the url goes before it.
 
-    Raises PgqueBadArgument, whose message never holds the url.
+    Raises PgqueBadArgumentError, whose message never holds the url.
     """
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
@@ -52,7 +52,7 @@ def parameters(connection: Mapping[str, str]) -> dict[str, str]:
         try:
             found = {k: str(v) for k, v in conninfo_to_dict(url).items() if v is not None}
         except psycopg.ProgrammingError:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "option url is not a connection string; it is not shown here, since it may hold a password"
             ) from None
     return {**found, **{name: value for name, value in connection.items() if name != "url"}}
@@ -62,7 +62,7 @@ def _from_jdbc(url: str) -> dict[str, str]:
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
-    bad = PgqueBadArgument(
+    bad = PgqueBadArgumentError(
         "option url is not of the form jdbc:postgresql://host:port/database; it is not shown here, as it may"
         " hold a password"
     )
@@ -75,7 +75,7 @@ def _from_jdbc(url: str) -> dict[str, str]:
     except (ValueError, psycopg.ProgrammingError):
         raise bad from None
     if given.get("ssl", "false").lower() != "false" and "sslmode" not in given:
-        raise PgqueBadArgument("say sslmode=… in place of ssl=true in option url")
+        raise PgqueBadArgumentError("say sslmode=… in place of ssl=true in option url")
     return {
         **{name: str(value) for name, value in found.items() if value is not None},
         **{name: given[name] for name in _JDBC_PROPERTIES if given.get(name)},
@@ -83,23 +83,23 @@ def _from_jdbc(url: str) -> dict[str, str]:
 
 
 def servers(given: Sequence[str], connection: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of servers, host:port/dbname, sorted. Raises PgqueBadArgument."""
+    """Return the names of servers, host:port/dbname, sorted. Raises PgqueBadArgumentError."""
     shared = parameters(connection)
     if "host" in shared or "hostaddr" in shared:
-        raise PgqueBadArgument("options servers and host exclude each other, also in option url")
+        raise PgqueBadArgumentError("options servers and host exclude each other, also in option url")
     port = shared.get("port") or os.environ.get("PGPORT") or "5432"
     dbname = shared.get("dbname") or os.environ.get("PGDATABASE")
     found = [_server_name(server, port, dbname) for server in given]
     for name in found:
         if found.count(name) > 1:
-            raise PgqueBadArgument(f"option servers has {name} twice")
+            raise PgqueBadArgumentError(f"option servers has {name} twice")
     return tuple(sorted(found))
 
 
 def _server_name(server: str, port: str, dbname: str | None) -> str:
     # What may hold a password is not shown.
     shown = repr(server) if _PLAIN.fullmatch(server) else "an entry"
-    bad = PgqueBadArgument(
+    bad = PgqueBadArgumentError(
         f"option servers: {shown} is not host, host:port or host:port/dbname; user and password are options"
         " of their own, and the same for all servers"
     )
@@ -113,7 +113,7 @@ def _server_name(server: str, port: str, dbname: str | None) -> str:
         raise bad
     database = unquote(path[1:]) or dbname
     if not database:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"option servers: which database of {shown}? Give option dbname, or host:port/dbname"
         )
     where = f"[{host}]" if ":" in host else host
@@ -156,7 +156,7 @@ def tell_apart(seen: dict[str, str], server: str, conn: Connection) -> None:
     )
     other = seen.setdefault(str(one(row)[0]), server)
     if other != server:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"servers {other} and {server} are one database with two names: use one of them"
         )
 
@@ -268,24 +268,24 @@ def leads_to_server(connection: Mapping[str, str], name: str) -> bool:
 def jdbc(connection: Mapping[str, str], name: str) -> tuple[str, dict[str, str]]:
     """Return a JDBC url without secrets and the properties that go with it.
 
-    The server's detail of an error is left out, because it holds the failing rows. Raises PgqueBadArgument
-    for what JDBC cannot do: a Unix socket, a service file.
+    The server's detail of an error is left out, because it holds the failing rows. Raises
+    PgqueBadArgumentError for what JDBC cannot do: a Unix socket, a service file.
     """
     found = parameters(connection)
     if "service" in found:
-        raise PgqueBadArgument("JDBC knows no service file: give host, dbname and user")
+        raise PgqueBadArgumentError("JDBC knows no service file: give host, dbname and user")
     for parameter, variable in _ENVIRONMENT.items():
         if os.environ.get(variable):
             found.setdefault(parameter, os.environ[variable])
     host = found.get("host") or found.get("hostaddr") or "localhost"
     if host.startswith(("/", "@")):
-        raise PgqueBadArgument("JDBC knows no Unix sockets: give option host with a name or an address")
+        raise PgqueBadArgumentError("JDBC knows no Unix sockets: give option host with a name or an address")
     hosts = host.split(",")
     ports = found.get("port", "5432").split(",")
     if len(ports) == 1:
         ports *= len(hosts)
     if len(ports) != len(hosts):
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"{len(hosts)} hosts and {len(ports)} ports: give one port, or one for each host"
         )
     where = ",".join(

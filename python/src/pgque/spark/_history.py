@@ -12,7 +12,7 @@ from typing import Any
 
 from pyspark.sql.datasource import InputPartition
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 from . import _window
 from ._compat import ReadLimit
 from ._offset import Places
@@ -107,7 +107,7 @@ class PgqueHistoryReader(PgqueStreamReader):
         ((queue, place),) = self._places(offset).items()
         of, after = offset["archive"]["of"], offset["archive"]["after"]
         if of != parsed.archiveOf:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"consumer {parsed.consumer} reads the archive of {of}, not of {parsed.archiveOf}:"
                 f" set archiveOf={of}, or take a new consumer and another checkpoint"
             )

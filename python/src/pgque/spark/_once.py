@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, overload
 
-from ..errors import PgqueBadArgument, PgqueError, PgqueSinkEpochError
+from ..errors import PgqueBadArgumentError, PgqueError, PgqueSinkEpochError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -69,17 +69,17 @@ def foreach_batch_once(
     stream to one database need a name each. `query_id` stands for the stream's id where Spark does not show
     it, which is so with Spark Connect: let it be another one for each checkpoint.
 
-    Raises PgqueBadArgument for a name that is not 1 to 100 letters, digits and _.:/- of ASCII. In the stream:
-    PgqueSinkEpochError (PQ016) for an epoch older than the newest one, as of an old checkpoint;
-    PgqueBadArgument for a connection that commits each statement.
+    Raises PgqueBadArgumentError for a name that is not 1 to 100 letters, digits and _.:/- of ASCII. In the
+    stream: PgqueSinkEpochError (PQ016) for an epoch older than the newest one, as of an old checkpoint;
+    PgqueBadArgumentError for a connection that commits each statement.
     """
     for what, given in (("name", name), ("query_id", query_id)):
         if given is not None and _NAME.fullmatch(given) is None:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"{what} {given!r} is not 1 to 100 letters, digits and _.:/- of ASCII", sqlstate="PQ005"
             )
     if _TABLE.fullmatch(table) is None:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"table {table!r} is no plain name: give one such as shop.pgque_epoch", sqlstate="PQ005"
         )
 
@@ -116,7 +116,7 @@ class _Once:
         """Write a micro-batch; Spark calls this."""
         query = self._query_id or stream_id(batch)
         if query is None:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "foreach_batch_once cannot see the id of the stream, as in Spark Connect: give query_id",
                 sqlstate="PQ005",
                 hint="Any text that is another one for each checkpoint.",
@@ -222,7 +222,7 @@ class _Once:
                 cursor.execute(f"delete from {self._table} {probe}")
             conn.commit()
         if stays:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"the connection of {self._name} commits each statement by itself",
                 sqlstate="PQ005",
                 hint="Open it without autocommit (sqlite3: not with isolation_level=None), on tables with"

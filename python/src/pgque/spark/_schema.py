@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
@@ -19,7 +19,7 @@ NULL_QUEUE = "column queue has a null. Fill it, or say option queue for the rows
 def check_schema(schema: StructType, queue: str | None, replace_by_key: bool) -> dict[str, str]:
     """Return the frame's names of the columns by those of pgque.sink, after checking that they fit.
 
-    Without `replace_by_key`, the column key is the partition key. Raises PgqueBadArgument that names the
+    Without `replace_by_key`, the column key is the partition key. Raises PgqueBadArgumentError that names the
     column.
     """
     found: dict[str, str] = {}
@@ -29,18 +29,18 @@ def check_schema(schema: StructType, queue: str | None, replace_by_key: bool) ->
         target = "partition_key" if name == "key" and not replace_by_key else name
         if target in found:
             if found[target].lower() != name:
-                raise PgqueBadArgument(
+                raise PgqueBadArgumentError(
                     "columns key and partition_key are the same here: set option replaceByKey=true if a"
                     " message replaces the pending one with its key, or drop one of the columns"
                 )
-            raise PgqueBadArgument(f"column {column.name} comes twice")
+            raise PgqueBadArgumentError(f"column {column.name} comes twice")
         found[target] = column.name
     if "payload" not in found:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             "column payload is missing. Make one, for example selectExpr('to_json(struct(*)) as payload')"
         )
     if "queue" not in found and queue is None:
-        raise PgqueBadArgument("say which queue: option queue, or a column queue")
+        raise PgqueBadArgumentError("say which queue: option queue, or a column queue")
     return found
 
 
@@ -64,11 +64,11 @@ def _check_column(name: str, kind: DataType) -> None:
     elif name == "deliver_at":
         good, cure = isinstance(kind, TimestampType), "cast(deliver_at as timestamp)"
     else:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"unknown column {name}; a sink takes {_CONTENTS}. Put the rest into payload or drop it, for"
             f" example drop('{name}')"
         )
     if not good:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"column {name} has type {kind.simpleString()}, and must be as in {_CONTENTS}: {cure}"
         )

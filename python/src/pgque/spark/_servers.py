@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PgqueBadArgument, PgqueError
+from ..errors import PgqueBadArgumentError, PgqueError
 from . import _connect
 from ._offset import Place, Places, dump, load
 from .source import PgqueStreamReader, Ticks, _Driver, _session
@@ -64,7 +64,7 @@ class PgqueServersReader(PgqueStreamReader):
 
     def _places(self, offset: Mapping[str, Any]) -> Places:
         if "servers" not in offset:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "the checkpoint was written without option servers: leave the option out, or start with"
                 " another checkpoint, from the consumer's position"
             )
@@ -197,7 +197,7 @@ class _Drivers(_Driver):
         try:
             with _connect.of(server):
                 yield
-        except PgqueBadArgument:
+        except PgqueBadArgumentError:
             raise
         except PgqueError as error:
             if server in self._listed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,7 +26,7 @@ def check_type(name: str, kind: DataType) -> None:
     elif isinstance(kind, t.StructType):
         for part in kind.fields:
             if not part.nullable:
-                raise PgqueBadArgument(
+                raise PgqueBadArgumentError(
                     f"column {name}.{part.name} of the payload cannot be NOT NULL: it is null where it is"
                     " missing"
                 )
@@ -34,7 +34,7 @@ def check_type(name: str, kind: DataType) -> None:
     elif not isinstance(
         kind, t.StringType | t.BooleanType | t.NumericType | t.DateType | t.TimestampType | t.TimestampNTZType
     ):
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"column {name} of the payload has type {kind.simpleString()}, which the source does not parse."
             " Read the payload, and use from_json"
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import InputPartition
 
-from ..errors import PgqueBadArgument, PgqueError, PgqueTickNotFound
+from ..errors import PgqueBadArgumentError, PgqueError, PgqueTickNotFoundError
 from . import _connect, _typed
 from ._offset import Place
 from .options import DEAD, READ_COLUMNS, Options
@@ -94,13 +94,13 @@ class Layout:
 
 
 def layout(parsed: Options, schema: StructType) -> Layout:
-    """Return the layout of a schema, which is ours or the user's. Raises PgqueBadArgument that names the
+    """Return the layout of a schema, which is ours or the user's. Raises PgqueBadArgumentError that names the
     column."""
     fields = schema.fields
     seen: set[str] = set()
     for column in fields:
         if column.name.lower() in seen:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"column {column.name} is of the message and of the payload, or comes twice: choose the"
                 " message's columns with option columns"
             )
@@ -110,23 +110,25 @@ def layout(parsed: Options, schema: StructType) -> Layout:
         given = names(parsed)
         message, payload = fields[: len(given)], fields[len(given) :]
         if [column.name for column in message] != list(given):
-            raise PgqueBadArgument("schema() and option payloadSchema exclude each other")
+            raise PgqueBadArgumentError("schema() and option payloadSchema exclude each other")
     else:
         message = [column for column in fields if column.name in ours]
         payload = [column for column in fields if column.name not in ours]
         for column in payload:
             if column.name.lower() in ours:
-                raise PgqueBadArgument(
+                raise PgqueBadArgumentError(
                     f"column {column.name}: the message's is {column.name.lower()}; a column of the payload"
                     " with this name needs option payloadSchema"
                 )
         if parsed.columns is not None and [column.name for column in fields] != list(parsed.columns):
-            raise PgqueBadArgument("schema() and option columns exclude each other")
+            raise PgqueBadArgumentError("schema() and option columns exclude each other")
     for column in message:
         if not column.nullable:
-            raise PgqueBadArgument(f"column {column.name} of a message cannot be NOT NULL: leave that out")
+            raise PgqueBadArgumentError(
+                f"column {column.name} of a message cannot be NOT NULL: leave that out"
+            )
         if column.dataType.simpleString() != _type(parsed, column.name):
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"column {column.name} of a message is {_type(parsed, column.name)}, not"
                 f" {column.dataType.simpleString()}"
             )
@@ -134,11 +136,11 @@ def layout(parsed: Options, schema: StructType) -> Layout:
     for column in payload:
         _check_payload_column(column)
     if parsed.badRecords == DEAD and not wanted:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             "option badRecords=dead needs payloadSchema, or schema() with columns of the payload"
         )
     if wanted and len(wanted) == len(payload) and parsed.badRecords != DEAD:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"column {wanted[0].name} is of the payload (those of a message are {', '.join(ours)}):"
             f" schema() then needs a column {_typed.CORRUPT} string too, for payloads that do not parse. A"
             " stream can make dead letters of these with option badRecords=dead instead"
@@ -148,12 +150,14 @@ def layout(parsed: Options, schema: StructType) -> Layout:
 
 def _check_payload_column(column: StructField) -> None:
     if not column.nullable:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"column {column.name} of the payload cannot be NOT NULL: it is null where a payload does not"
             " parse"
         )
     if column.name == _typed.CORRUPT and column.dataType.simpleString() != _TEXT:
-        raise PgqueBadArgument(f"column {_typed.CORRUPT} is {_TEXT}, not {column.dataType.simpleString()}")
+        raise PgqueBadArgumentError(
+            f"column {_typed.CORRUPT} is {_TEXT}, not {column.dataType.simpleString()}"
+        )
     _typed.check_type(column.name, column.dataType)
 
 
@@ -250,7 +254,7 @@ def read(parsed: Options, wanted: Layout, partition: InputPartition) -> Iterator
         try:
             with _connect.of(window.server):
                 yield from _read(parsed.at(window.server), wanted, window)
-        except PgqueTickNotFound as error:
+        except PgqueTickNotFoundError as error:
             # Messages of the archive are not lost, but their reader was moved.
             if parsed.failOnDataLoss or isinstance(window, Archived):
                 raise

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 
 BATCH_READ = "batch read"
 STREAM_READ = "stream read"
@@ -244,11 +244,11 @@ class Options:
 def parse(given: Mapping[str, str], *modes: str) -> Options:
     """Check the options for what is to be done; `modes` has more than one where that is not known yet.
 
-    Names are taken in any case. Raises PgqueBadArgument for an option that is unknown, out of place, out of
-    range or missing; values of connection options are never part of the message.
+    Names are taken in any case. Raises PgqueBadArgumentError for an option that is unknown, out of place, out
+    of range or missing; values of connection options are never part of the message.
     """
     if "provider" in given or (not given and modes == (BATCH_READ,)):
-        raise PgqueBadArgument(_IN_CATALOG)
+        raise PgqueBadArgumentError(_IN_CATALOG)
     table = {option.name.lower(): option for option in OPTIONS if option.modes & set(modes)}
     connection: dict[str, str] = {}
     values: dict[str, object] = {}
@@ -256,7 +256,7 @@ def parse(given: Mapping[str, str], *modes: str) -> Options:
         option = table.get(name.lower())
         if option is None:
             if name.lower() not in _SPARKS_OWN:
-                raise PgqueBadArgument(_unknown(name, modes, table))
+                raise PgqueBadArgumentError(_unknown(name, modes, table))
         elif option.name in _CONNECTION_NAMES:
             if value:
                 connection[option.name] = value
@@ -272,11 +272,11 @@ def parse(given: Mapping[str, str], *modes: str) -> Options:
 
 
 def connection_options(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the connection options among `given`, and refuse any other. Raises PgqueBadArgument."""
+    """Return the connection options among `given`, and refuse any other. Raises PgqueBadArgumentError."""
     table = {option.name.lower(): option for option in _CONNECTION}
     for name in given:
         if name.lower() not in table:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"unknown connection option {name}; known: {', '.join(o.name for o in _CONNECTION)}"
             )
     return {table[name.lower()].name: str(value) for name, value in given.items() if value}
@@ -288,7 +288,7 @@ def _value(option: Option, value: str) -> object:
     except ValueError as wanted:
         # A user who passes connection strings as servers has passwords in them.
         shown = "" if option.name == "servers" else f", not {value!r}"
-        raise PgqueBadArgument(f"option {option.name} must be {wanted}{shown}") from None
+        raise PgqueBadArgumentError(f"option {option.name} must be {wanted}{shown}") from None
 
 
 def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, Option]) -> str:
@@ -302,50 +302,52 @@ def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, Option]) -> 
 
 def _check_together(options: Options, modes: tuple[str, ...]) -> None:
     if set(modes) <= _READ and (options.queue is None) == (options.queues is None):
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             "option queue is missing: the queue to read; or option queues for several"
             if options.queue is None
             else "options queue and queues exclude each other"
         )
     for name, at in (("startingAt", options.startingAt), ("endingAt", options.endingAt)):
         if options.servers is not None and at == ARCHIVE:
-            raise PgqueBadArgument(f"option {name} cannot be archive with option servers: it reads one queue")
+            raise PgqueBadArgumentError(
+                f"option {name} cannot be archive with option servers: it reads one queue"
+            )
         if at is None or not at.isdecimal():
             continue
         if options.queues is not None:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"option {name} cannot be a tick with option queues: a tick is of one queue"
             )
         if options.servers is not None:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"option {name} cannot be a tick with option servers: a tick is of one server"
             )
     if modes == (STREAM_READ,) and options.consumer is None:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             "option consumer is missing: a stream needs a consumer of its own, which keeps what it has still"
             " to read"
         )
     if modes == (STREAM_READ,):
         _check_archive(options)
     if modes == (BATCH_READ,) and "committed" in (options.startingAt, options.endingAt):
-        raise PgqueBadArgument("startingAt and endingAt of a batch read cannot be committed")
+        raise PgqueBadArgumentError("startingAt and endingAt of a batch read cannot be committed")
     if modes == (BATCH_WRITE,) and (options.sinkId is None) != (options.epoch is None):
-        raise PgqueBadArgument("options sinkId and epoch of a batch write need each other")
+        raise PgqueBadArgumentError("options sinkId and epoch of a batch write need each other")
     if options.sinkId is not None and options.delivery == AT_LEAST_ONCE:
-        raise PgqueBadArgument("option sinkId needs delivery exactly-once")
+        raise PgqueBadArgumentError("option sinkId needs delivery exactly-once")
     if options.servers is None:
         if "server" in (options.columns or ()):
-            raise PgqueBadArgument("column server needs option servers")
+            raise PgqueBadArgumentError("column server needs option servers")
         if options.spread != BY_KEY:
-            raise PgqueBadArgument("option spread needs option servers")
+            raise PgqueBadArgumentError("option spread needs option servers")
     elif options.delivery == EXACTLY_ONCE:
         if options.spread == ROUND_ROBIN:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "option spread=round-robin needs delivery=at-least-once: a replay has its rows in another"
                 " order, and would send some of them to another server"
             )
         if modes == (BATCH_WRITE,) and options.epoch is None:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "a batch write to several servers is a transaction on each of them: give options sinkId and"
                 " epoch, so that the same write, made again, completes what failed halfway; or"
                 " delivery=at-least-once"
@@ -354,7 +356,7 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
 
 def _check_archive(options: Options) -> None:
     if (options.startingAt == ARCHIVE) != (options.archiveOf is not None):
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             "startingAt=archive needs option archiveOf: the consumer whose archive is read, and then the queue"
             if options.archiveOf is None
             else "option archiveOf needs startingAt=archive"
@@ -362,13 +364,13 @@ def _check_archive(options: Options) -> None:
     if options.archiveOf is None:
         return
     if options.queue is None:
-        raise PgqueBadArgument("startingAt=archive needs option queue: it reads one queue")
+        raise PgqueBadArgumentError("startingAt=archive needs option queue: it reads one queue")
     if options.archiveOf == options.consumer:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"options consumer and archiveOf are both {options.consumer}: the stream needs a consumer of its own"
         )
     if options.badRecords == DEAD:
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             "badRecords=dead and startingAt=archive exclude each other: an archived message is not the"
             " stream's to reject. Keep what does not parse in column _corrupt"
         )

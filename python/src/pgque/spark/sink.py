@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import BinaryType, StructType
 
-from ..errors import PgqueBadArgument, PgqueError
+from ..errors import PgqueBadArgumentError, PgqueError
 from . import _connect
 from ._compat import DataSourceStreamArrowWriter
 from ._schema import NULL_QUEUE, check_schema
@@ -57,7 +57,7 @@ class _Writer:
 
     def __init__(self, parsed: Options, schema: StructType, overwrite: bool) -> None:
         if overwrite:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "a queue can only be appended to: mode('append') for a batch, outputMode('append') for a"
                 " stream; complete and overwrite would send every row again"
             )
@@ -229,7 +229,7 @@ def _csv(
 ) -> memoryview:
     """Return rows as CSV for COPY: every value in quotes, so that a null is what has none.
 
-    Raises PgqueBadArgument for nulls in queue.
+    Raises PgqueBadArgumentError for nulls in queue.
     """
     import pyarrow as pa
     from pyarrow import csv
@@ -272,7 +272,7 @@ def _queues(batch: pa.RecordBatch, columns: Mapping[str, str], queue: str | None
         return pa.repeat(queue, batch.num_rows)
     column = batch.column(columns["queue"])
     if column.null_count and queue is None:
-        raise PgqueBadArgument(NULL_QUEUE)
+        raise PgqueBadArgumentError(NULL_QUEUE)
     return pc.fill_null(column, queue) if column.null_count else column
 
 

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
-from ..errors import PgqueBadArgument, PgqueError, PgqueQueueInUse, PgqueQueueNotFound, PgqueTickNotFound
+from ..errors import (
+    PgqueBadArgumentError,
+    PgqueError,
+    PgqueQueueInUseError,
+    PgqueQueueNotFoundError,
+    PgqueTickNotFoundError,
+)
 from . import _connect, _window, options
 from ._compat import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from ._lag import lags
@@ -47,9 +53,9 @@ _POSITION = "select i.last_tick from pgque.get_consumer_info(%s, %s) as i"
 
 
 def refuse_loss(parsed: Options, queue: str, text: str) -> None:
-    """Raise PgqueTickNotFound, or log the text where failOnDataLoss=false goes on with what is left."""
+    """Raise PgqueTickNotFoundError, or log the text where failOnDataLoss=false goes on with what is left."""
     if parsed.failOnDataLoss:
-        raise PgqueTickNotFound(
+        raise PgqueTickNotFoundError(
             f"{text}. Start again with another checkpoint, or go on with what is left with"
             " failOnDataLoss=false",
             sqlstate="PQ015",
@@ -94,7 +100,7 @@ class PgqueReader(DataSourceReader):
             start = self._start(conn, queue, incarnation)
             end = _tick_for(conn, queue, parsed.endingAt, incarnation)
             if start > end:
-                raise PgqueBadArgument(
+                raise PgqueBadArgumentError(
                     f"startingAt is tick {start} of queue {queue}, after endingAt, which is tick {end}"
                 )
             windows += _split(conn, parsed, queue, start, end, incarnation)
@@ -149,20 +155,20 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
     def _places(self, offset: Mapping[str, Any]) -> Places:
         queue = self._options.queue
         if "archive" in offset:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "the checkpoint stands in an archive: go on with options startingAt=archive and archiveOf"
                 " until the stream has read it"
             )
         if ("tick" if queue is not None else "ticks") not in offset:
             written = "servers" if "servers" in offset else "queues" if queue is not None else "queue"
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"the checkpoint was written with option {written}, and this query has option"
                 f" {'queue' if queue is not None else 'queues'}: go back to the former, or start with another"
                 " checkpoint, from the consumer's position"
             )
         before = offset.get("queue", queue)
         if queue is not None and before != queue and self._connected().missing(before) is None:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 f"the checkpoint is of queue {before}, whose ticks say nothing about queue {queue}: start"
                 " with another checkpoint, from the consumer's position"
             )
@@ -253,7 +259,7 @@ class _Driver:
             self._connected()
             try:
                 self._newest = self._ask_newest()
-            except (PgqueQueueNotFound, PgqueTickNotFound, PgqueBadArgument):
+            except (PgqueQueueNotFoundError, PgqueTickNotFoundError, PgqueBadArgumentError):
                 # A queue lost its ticks while it was dropped. Now it is gone, and the error names it, or it
                 # is there again.
                 for stream in self._streams.values():
@@ -358,11 +364,11 @@ class _Driver:
                 stream.unstage(windows[0])
         return found
 
-    def missing(self, queue: str) -> PgqueQueueNotFound | None:
+    def missing(self, queue: str) -> PgqueQueueNotFoundError | None:
         """Return the error for a queue that was dropped or renamed; None for one that is there."""
         try:
             self.do(lambda conn: conn.execute("select pgque.tick_for(%s, 'latest')", [queue]))
-        except PgqueQueueNotFound as error:
+        except PgqueQueueNotFoundError as error:
             return error
         return None
 
@@ -372,7 +378,7 @@ class _Driver:
         if error is None:
             return
         if self._options.failOnDataLoss:
-            raise PgqueQueueNotFound(
+            raise PgqueQueueNotFoundError(
                 f"{error}; the checkpoint has it, and its messages may be lost for this query. Go on"
                 " without it with failOnDataLoss=false",
                 sqlstate=error.sqlstate,
@@ -458,11 +464,11 @@ class _Stream:
                 with _connect.errors(self._queue), conn.transaction():
                     self._take(conn)
                 return
-            except PgqueQueueInUse:
+            except PgqueQueueInUseError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.25)
-            except PgqueTickNotFound as error:
+            except PgqueTickNotFoundError as error:
                 # Created again between two calls of this one, or since the stream knew the queue
                 if self.incarnation is not None:
                     self._forget(error)
@@ -498,11 +504,11 @@ class _Stream:
         """Refuse to go on if the queue was created again while the stream ran."""
         try:
             self._driver.do(lambda conn: _tick_for(conn, self._queue, "latest", self.incarnation))
-        except PgqueTickNotFound as error:
+        except PgqueTickNotFoundError as error:
             self._forget(error)
             self._driver.do(lambda conn: self.open(conn, time.monotonic() + _PREDECESSOR_TIMEOUT))
 
-    def _forget(self, error: PgqueTickNotFound) -> None:
+    def _forget(self, error: PgqueTickNotFoundError) -> None:
         """Forget what is known of the former queue, where failOnDataLoss=false goes on with this one."""
         refuse_loss(self._options, self._queue, _reason(error))
         self.incarnation = None
@@ -515,7 +521,7 @@ class _Stream:
         try:
             self._need(after)
             return self._next(after, max_events, max_ticks, upto)
-        except PgqueTickNotFound as error:
+        except PgqueTickNotFoundError as error:
             earliest = self._earliest(after.tick, error)
             if after.is_part and earliest <= after.tick:
                 # The tick that ended the window is lost: what comes behind its first one is read again.
@@ -562,7 +568,7 @@ class _Stream:
         parsed = self._options
         text = f"consumer {parsed.consumer} {'was made anew and ' if anew else ''}stands at tick {stands}"
         if parsed.failOnDataLoss:
-            raise PgqueTickNotFound(text, sqlstate="PQ015")
+            raise PgqueTickNotFoundError(text, sqlstate="PQ015")
         log.warning(
             "pgque: messages behind tick %s of queue %s may be lost for this query: %s",
             start,
@@ -587,17 +593,17 @@ class _Stream:
             self._need(start)
             self._keeps(start.tick)
             if start.tick > end.tick:
-                raise PgqueTickNotFound(
+                raise PgqueTickNotFoundError(
                     f"tick {start.tick} does not come before tick {end.tick}", sqlstate="PQ015"
                 )
             return self._driver.do(split)
-        except PgqueTickNotFound as error:
+        except PgqueTickNotFoundError as error:
             earliest = self._earliest(start.tick, error)
             if earliest >= (end.window or end.tick):
                 return []
             try:
                 return self._driver.do(lambda conn: split(conn, Place(earliest)))
-            except PgqueTickNotFound:
+            except PgqueTickNotFoundError:
                 # The end itself is lost: the next micro-batch begins with what is there.
                 log.warning("pgque: tick %s of queue %s is gone too", end.tick, self._queue)
                 return []
@@ -642,11 +648,11 @@ class _Stream:
                 error,
             )
 
-    def _earliest(self, start: int, error: PgqueTickNotFound) -> int:
+    def _earliest(self, start: int, error: PgqueTickNotFoundError) -> int:
         """Return where to go on when `start` is gone, or raise."""
         parsed = self._options
         if parsed.failOnDataLoss:
-            raise PgqueTickNotFound(
+            raise PgqueTickNotFoundError(
                 f"messages behind tick {start} of queue {self._queue} are lost for this query:"
                 f" {_reason(error)}. Start again with another checkpoint, or go on with what is left"
                 " with failOnDataLoss=false",
@@ -683,7 +689,7 @@ def _queues(conn: _connect.Connection, parsed: Options) -> list[str]:
         pattern = re.compile(".*".join(re.escape(part) for part in name.split("*")), re.DOTALL)
         found |= {queue for queue in there if pattern.fullmatch(queue)} if "*" in name else {name}
     if not found:
-        raise PgqueBadArgument(f"no queue is there for option queues {', '.join(parsed.queues)}")
+        raise PgqueBadArgumentError(f"no queue is there for option queues {', '.join(parsed.queues)}")
     return sorted(found)
 
 

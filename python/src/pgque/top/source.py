@@ -122,11 +122,11 @@ class Source:
 
     async def pause(self, queue: str, paused: bool) -> None:
         """Close a queue for senders, or open it again."""
-        await self._change(lambda client: client.pause(queue) if paused else client.resume(queue))
+        await self._change(lambda client: client.admin.pause(queue) if paused else client.admin.resume(queue))
 
     async def reclaim(self, queue: str, consumer: str) -> int:
         """Release the batches of a consumer's workers, and return their number."""
-        return await self._change(lambda client: client.reclaim(queue, consumer))
+        return await self._change(lambda client: client.consumers.reclaim(queue, consumer))
 
     async def requeue(
         self, queue: str, count: int, reason: str | None, progress: Callable[[int], object]
@@ -266,7 +266,7 @@ async def _in_time(
 
 
 async def _requeue(client: AsyncPgqueClient, queue: str, most: int, reason: str | None) -> int:
-    return await client.dlq_requeue_all(queue, most, reason)
+    return await client.dlq.requeue_all(queue, most, reason)
 
 
 async def _or_error(client: AsyncPgqueClient, query: LiteralString, queue: str) -> list[Row] | PgqueError:

@@ -18,7 +18,7 @@ from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from ..errors import (
-    PgqueBadArgument,
+    PgqueBadArgumentError,
     PgqueConnectionError,
     PgqueError,
     from_encoding,
@@ -145,7 +145,7 @@ def _django(target: Any, sql: str, params: Params) -> Rows:
     if vendor is None:
         raise _refusal(target, is_async=False)
     if vendor != "postgresql":
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"Django's database {target.alias!r} is {vendor}",
             hint="Name the one that has pgque in it, by its alias in DATABASES.",
         )
@@ -167,7 +167,7 @@ def _alias(target: Any, sql: str, params: Params) -> Rows:
 
     known = list(connections)
     if target not in known:  # it is not repeated: a connection string may hold a password
-        raise PgqueBadArgument(
+        raise PgqueBadArgumentError(
             f"a text is the alias of one of Django's databases, which are {', '.join(known)};"
             " with a connection string use pgque.connect(dsn)"
         )
@@ -214,7 +214,7 @@ def _as_driver_takes_it(connection: Any, sql: str, params: Params) -> tuple[str,
     if dialect.name == "postgresql" and dialect.driver == "asyncpg":
         text, values = numbered(sql, params)
         return text, tuple(values)
-    raise PgqueBadArgument(
+    raise PgqueBadArgumentError(
         f"the connection is of {dialect.name}+{dialect.driver}",
         hint="SQLAlchemy's drivers psycopg, psycopg2 and asyncpg of postgresql are known.",
     )
@@ -355,7 +355,7 @@ def _of_psycopg2(error: Any, queue: str | None) -> PgqueError:
 
 def _of_asyncpg(error: Any, queue: str | None) -> PgqueError:
     if isinstance(error, ValueError):  # a value that its type does not take
-        return PgqueBadArgument(str(error), queue=queue)
+        return PgqueBadArgumentError(str(error), queue=queue)
     message = str(error.args[0]) if error.args else type(error).__name__
     return from_fields(
         message,
@@ -372,7 +372,7 @@ def _of_library(error: Exception, queue: str | None) -> PgqueError | None:
     library, name = _library(error), type(error).__name__
     if library == "sqlalchemy":
         if name == "UnboundExecutionError":
-            return PgqueBadArgument(
+            return PgqueBadArgumentError(
                 "this session has no database of its own", hint="Pass session.connection(bind_arguments={…})."
             )
         lost = name in ("ResourceClosedError", "TimeoutError")

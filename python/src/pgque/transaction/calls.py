@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TypeVar, overload
 
-from ..client import statements as _statements
+from ..client import statements
 from ..client.statements import Call
-from ..codec import encode as _encode
+from ..codec import encode
 from ..codec import payloads as _payloads
 from ..codec.encode import MessageOrId
 from ..codec.json import Encoder
 from ..codec.payloads import Decoder
 from ..errors import PgqueError
-from ..integrations import opentelemetry as _otel
+from ..integrations import opentelemetry as otel
 from ..types import Event, Message, Outcome, Payload, Seconds
-from . import portable as _portable
+from . import portable
 from .adapters import run_async
 
 T = TypeVar("T")
@@ -64,8 +64,8 @@ async def send_async(
         "partition_key": partition_key,
     }
     _payloads.check_functions(encoder=encoder)
-    call = _statements.send(queue, type, payload, options, encoder)
-    with _otel.timed("send", queue):
+    call = statements.send(queue, type, payload, options, encoder)
+    with otel.timed("send", queue):
         return await _value_async(conn, int, call)
 
 
@@ -98,8 +98,8 @@ async def send_batch_async(
         "partition_key": partition_keys,
     }
     _payloads.check_functions(encoder=encoder)
-    call = _statements.send_batch(queue, type, payloads, options, encoder)
-    with _otel.timed("send", queue):
+    call = statements.send_batch(queue, type, payloads, options, encoder)
+    with otel.timed("send", queue):
         return await _value_async(conn, list, call)
 
 
@@ -112,7 +112,7 @@ async def receive_async(
     worker: str | None = None,
     visibility_timeout: Seconds | None = None,
     ack_batch: int | None = None,
-    max_bytes: int | None = _statements.MAX_BYTES,
+    max_bytes: int | None = statements.MAX_BYTES,
     decoder: Decoder | None = None,
 ) -> list[Message]:
     """Return the next batch, at most `max_messages` long, or [] if there is none. Calls `pgque.receive`.
@@ -123,12 +123,12 @@ async def receive_async(
     """
     _payloads.check_functions(decoder=decoder)
     make: Callable[..., Message] = _payloads.message_maker(Message, decoder)
-    call, params = _statements.receive(
+    call, params = statements.receive(
         queue, consumer, max_messages, worker, visibility_timeout, ack_batch, max_bytes
     )
-    with _otel.timed("receive", queue, consumer):
-        rows = await run_async(conn, f"select {_portable.MESSAGE} from {call} as m", params)
-    return [_portable.message(row, make) for row in rows]
+    with otel.timed("receive", queue, consumer):
+        rows = await run_async(conn, f"select {portable.MESSAGE} from {call} as m", params)
+    return [portable.message(row, make) for row in rows]
 
 
 @overload
@@ -149,8 +149,8 @@ async def ack_async(
     committed together.
     """
     if msgs is None:
-        return await _value_async(conn, int, _statements.ack(batch_id))
-    return await _outcomes_async(conn, _statements.outcomes("ack", batch_id, msgs))
+        return await _value_async(conn, int, statements.ack(batch_id))
+    return await _outcomes_async(conn, statements.outcomes("ack", batch_id, msgs))
 
 
 @overload
@@ -186,12 +186,12 @@ async def nack_async(
     each of a sequence.
     """
     options = {
-        "retry_after": ("interval", _encode.interval(retry_after)),
-        "reason": ("text", _encode.clean_reason(reason)),
+        "retry_after": ("interval", encode.interval(retry_after)),
+        "reason": ("text", encode.clean_reason(reason)),
     }
     if not isinstance(msg, (Message, int)):
-        return await _outcomes_async(conn, _statements.outcomes("nack", batch_id, msg, options))
-    return await _value_async(conn, int, _statements.nack(batch_id, msg, options))
+        return await _outcomes_async(conn, statements.outcomes("nack", batch_id, msg, options))
+    return await _value_async(conn, int, statements.nack(batch_id, msg, options))
 
 
 async def _value_async(conn: object, kind: type[T], call: Call) -> T:
@@ -206,5 +206,5 @@ async def _value_async(conn: object, kind: type[T], call: Call) -> T:
 
 async def _outcomes_async(conn: object, call: Call) -> list[Outcome]:
     sql, params = call
-    rows = await run_async(conn, f"select {_statements.OUTCOME} from {sql} as o", params)
+    rows = await run_async(conn, f"select {statements.OUTCOME} from {sql} as o", params)
     return [Outcome(*row) for row in rows]  # type: ignore[arg-type]

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TypeVar, overload
 
-from ..client import statements as _statements
+from ..client import statements
 from ..client.statements import Call
-from ..codec import encode as _encode
+from ..codec import encode
 from ..codec import payloads as _payloads
 from ..codec.encode import MessageOrId
 from ..codec.json import Encoder
 from ..codec.payloads import Decoder
 from ..errors import PgqueError
-from ..integrations import opentelemetry as _otel
+from ..integrations import opentelemetry as otel
 from ..types import Event, Message, Outcome, Payload, Seconds
-from ..transaction import portable as _portable
+from ..transaction import portable
 from ..transaction.adapters import run
 
 T = TypeVar("T")
@@ -65,8 +65,8 @@ def send(
         "partition_key": partition_key,
     }
     _payloads.check_functions(encoder=encoder)
-    call = _statements.send(queue, type, payload, options, encoder)
-    with _otel.timed("send", queue):
+    call = statements.send(queue, type, payload, options, encoder)
+    with otel.timed("send", queue):
         return _value(conn, int, call)
 
 
@@ -99,8 +99,8 @@ def send_batch(
         "partition_key": partition_keys,
     }
     _payloads.check_functions(encoder=encoder)
-    call = _statements.send_batch(queue, type, payloads, options, encoder)
-    with _otel.timed("send", queue):
+    call = statements.send_batch(queue, type, payloads, options, encoder)
+    with otel.timed("send", queue):
         return _value(conn, list, call)
 
 
@@ -113,7 +113,7 @@ def receive(
     worker: str | None = None,
     visibility_timeout: Seconds | None = None,
     ack_batch: int | None = None,
-    max_bytes: int | None = _statements.MAX_BYTES,
+    max_bytes: int | None = statements.MAX_BYTES,
     decoder: Decoder | None = None,
 ) -> list[Message]:
     """Return the next batch, at most `max_messages` long, or [] if there is none. Calls `pgque.receive`.
@@ -124,12 +124,12 @@ def receive(
     """
     _payloads.check_functions(decoder=decoder)
     make: Callable[..., Message] = _payloads.message_maker(Message, decoder)
-    call, params = _statements.receive(
+    call, params = statements.receive(
         queue, consumer, max_messages, worker, visibility_timeout, ack_batch, max_bytes
     )
-    with _otel.timed("receive", queue, consumer):
-        rows = run(conn, f"select {_portable.MESSAGE} from {call} as m", params)
-    return [_portable.message(row, make) for row in rows]
+    with otel.timed("receive", queue, consumer):
+        rows = run(conn, f"select {portable.MESSAGE} from {call} as m", params)
+    return [portable.message(row, make) for row in rows]
 
 
 @overload
@@ -150,8 +150,8 @@ def ack(
     committed together.
     """
     if msgs is None:
-        return _value(conn, int, _statements.ack(batch_id))
-    return _outcomes(conn, _statements.outcomes("ack", batch_id, msgs))
+        return _value(conn, int, statements.ack(batch_id))
+    return _outcomes(conn, statements.outcomes("ack", batch_id, msgs))
 
 
 @overload
@@ -187,12 +187,12 @@ def nack(
     each of a sequence.
     """
     options = {
-        "retry_after": ("interval", _encode.interval(retry_after)),
-        "reason": ("text", _encode.clean_reason(reason)),
+        "retry_after": ("interval", encode.interval(retry_after)),
+        "reason": ("text", encode.clean_reason(reason)),
     }
     if not isinstance(msg, (Message, int)):
-        return _outcomes(conn, _statements.outcomes("nack", batch_id, msg, options))
-    return _value(conn, int, _statements.nack(batch_id, msg, options))
+        return _outcomes(conn, statements.outcomes("nack", batch_id, msg, options))
+    return _value(conn, int, statements.nack(batch_id, msg, options))
 
 
 def _value(conn: object, kind: type[T], call: Call) -> T:
@@ -207,5 +207,5 @@ def _value(conn: object, kind: type[T], call: Call) -> T:
 
 def _outcomes(conn: object, call: Call) -> list[Outcome]:
     sql, params = call
-    rows = run(conn, f"select {_statements.OUTCOME} from {sql} as o", params)
+    rows = run(conn, f"select {statements.OUTCOME} from {sql} as o", params)
     return [Outcome(*row) for row in rows]  # type: ignore[arg-type]

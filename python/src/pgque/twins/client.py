@@ -19,14 +19,14 @@ from psycopg.rows import args_row, tuple_row
 from psycopg_pool import ConnectionPool
 
 from .._version import __version__
-from ..codec import encode as _encode
+from ..codec import encode
 from ..codec import payloads as _payloads
 from ..codec.decode import reading
 from ..codec.encode import MessageOrId
 from ..codec.json import Encoder
 from ..codec.payloads import Decoder
 from ..errors import PgqueError, from_encoding, from_psycopg, prepare_threshold
-from ..integrations import opentelemetry as _otel
+from ..integrations import opentelemetry as otel
 from ..types import (
     Action,
     ArchivedMessage,
@@ -58,7 +58,7 @@ from ..types import (
     WorkerInfo,
     columns,
 )
-from ..client import statements as _statements
+from ..client import statements
 from ..client.direct import is_direct
 from ..client.dsn import with_keepalives
 from ..client.limit import COMMAND_TIMEOUT, LimitedConnection, check_command_timeout, within, within_by_default
@@ -236,9 +236,9 @@ class PgqueClient:
             ttl: seconds after which the message expires; 0 is never, None the queue's `message_ttl`.
             partition_key: goes to `extra1`, and is the key for keyed order if there is no `key`.
 
-        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueQueueDisabled, PgqueBadArgument (also for a text that
-        the connection's encoding lacks), TypeError for a value that cannot be encoded, and ValueError for
-        NaN.
+        Raises PgqueQueueNotFoundError, PgqueQueueFullError, PgqueQueueDisabledError, PgqueBadArgumentError
+        (also for a text that the connection's encoding lacks), TypeError for a value that cannot be encoded,
+        and ValueError for NaN.
         """
         options = {
             "headers": headers,
@@ -248,8 +248,8 @@ class PgqueClient:
             "ttl": ttl,
             "partition_key": partition_key,
         }
-        call, params = _statements.send(queue, type, payload, options, self._encoder)
-        with _otel.timed("send", queue):
+        call, params = statements.send(queue, type, payload, options, self._encoder)
+        with otel.timed("send", queue):
             return self._value(int, f"select {call}", params)
 
     @overload
@@ -313,9 +313,9 @@ class PgqueClient:
             "ttl": ttls,
             "partition_key": partition_keys,
         }
-        type, payloads = _encode.type_and_payloads(given, type, payloads)
-        call, params = _statements.send_batch(queue, type, payloads, options, self._encoder)
-        with _otel.timed("send", queue):
+        type, payloads = encode.type_and_payloads(given, type, payloads)
+        call, params = statements.send_batch(queue, type, payloads, options, self._encoder)
+        with otel.timed("send", queue):
             return self._value(list, f"select {call}", params)
 
     def send_idem(
@@ -331,9 +331,9 @@ class PgqueClient:
         """Send a message unless one with this key was sent within `ttl` seconds. Calls `pgque.send_idem`.
 
         Returns a SendResult: the id of the message, or of the earlier one if `deduped` is true. Raises
-        PgqueQueueNotFound, PgqueQueueDisabled, PgqueBadArgument.
+        PgqueQueueNotFoundError, PgqueQueueDisabledError, PgqueBadArgumentError.
         """
-        value, cast = _encode.text_and_cast(payload, self._encoder)
+        value, cast = encode.text_and_cast(payload, self._encoder)
         return self._row(
             "select r.event_id, r.deduped"
             f" from pgque.send_idem(%(queue)s::text, %(type)s::text, %(payload)s::{cast},"
@@ -343,7 +343,7 @@ class PgqueClient:
                 "type": type,
                 "payload": value,
                 "key": idem_key,
-                "ttl": _encode.interval(ttl),
+                "ttl": encode.interval(ttl),
                 "partition": partition_key,
             },
             SendResult,
@@ -365,12 +365,12 @@ class PgqueClient:
         The consumer receives messages after `start_at`: "latest" (the default), "earliest", a tick id or a
         time; a datetime without time zone is local time. With `keyed_order` its workers get the messages of
         one key one at a time, in order. With `key_concurrency` they get at most this many of one key at a
-        time. Raises PgqueQueueNotFound, PgqueQueueFull, PgqueInvalidName, PgqueBadArgument, and
-        PgqueQueueInUse if it is subscribed with another limit.
+        time. Raises PgqueQueueNotFoundError, PgqueQueueFullError, PgqueInvalidNameError,
+        PgqueBadArgumentError, and PgqueQueueInUseError if it is subscribed with another limit.
         """
-        sql, params = _encode.arguments(
+        sql, params = encode.arguments(
             {
-                "start_at": ("text", None if start_at is None else _encode.start_text(start_at)),
+                "start_at": ("text", None if start_at is None else encode.start_text(start_at)),
                 "keyed_order": ("bool", keyed_order),
                 "key_concurrency": ("int", key_concurrency),
             }
@@ -385,7 +385,7 @@ class PgqueClient:
         """Remove a consumer from a queue, and return how many subscriptions were removed. Calls
         `pgque.unsubscribe`.
 
-        Its pending retries are lost, its dead letters stay. Raises PgqueQueueNotFound.
+        Its pending retries are lost, its dead letters stay. Raises PgqueQueueNotFoundError.
         """
         return self._value(
             int,
@@ -399,13 +399,13 @@ class PgqueClient:
 
         It receives again what became visible after that time. Messages that all consumers have finished stay
         for two to three `rotation_period`. A datetime without time zone is local time. Raises
-        PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument if the consumer has workers,
-        PgqueTickNotFound if the queue stores no tick as old as `at`.
+        PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgqueBadArgumentError if the consumer has
+        workers, PgqueTickNotFoundError if the queue stores no tick as old as `at`.
         """
         return self._value(
             int,
             "select pgque.seek_to_time(%(queue)s::text, %(consumer)s::text, %(at)s::timestamptz)",
-            {"queue": queue, "consumer": consumer, "at": _encode.moment(at)},
+            {"queue": queue, "consumer": consumer, "at": encode.moment(at)},
         )
 
     def receive(
@@ -417,7 +417,7 @@ class PgqueClient:
         worker: str | None = None,
         visibility_timeout: Seconds | None = None,
         ack_batch: int | None = None,
-        max_bytes: int | None = _statements.MAX_BYTES,
+        max_bytes: int | None = statements.MAX_BYTES,
     ) -> list[Message]:
         """Return the next batch, at most `max_messages` long, or [] if there is none. Calls `pgque.receive`.
 
@@ -431,12 +431,13 @@ class PgqueClient:
         A new batch ends before its payloads and headers exceed `max_bytes`, with at least one message; None
         is no limit. The driver needs several times this memory.
 
-        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueQueueInUse, PgqueBadArgument.
+        Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgqueQueueInUseError,
+        PgqueBadArgumentError.
         """
-        call, params = _statements.receive(
+        call, params = statements.receive(
             queue, consumer, max_messages, worker, visibility_timeout, ack_batch, max_bytes
         )
-        with _otel.timed("receive", queue, consumer):
+        with otel.timed("receive", queue, consumer):
             return self._rows(f"select {_MESSAGE} from {call} as m", params, self._make_message)
 
     @overload
@@ -451,7 +452,7 @@ class PgqueClient:
         With `msgs`, acknowledge only these messages, and return an Outcome for each.
         """
         if msgs is None:
-            call, params = _statements.ack(batch_id)
+            call, params = statements.ack(batch_id)
             return self._value(int, f"select {call}", params)
         return self._report("ack", batch_id, msgs)
 
@@ -487,17 +488,17 @@ class PgqueClient:
         `retry_after` None is the queue's `retry_backoff`, or 60 seconds. A message without retries left goes
         the way of the queue's `drop_policy`, with `reason`.
 
-        For one message (or its id) it returns 1, and raises PgqueMessageNotInBatch or PgqueBatchNotFound. For
-        a sequence it returns an Outcome for each. Raises PgqueBadArgument. Acknowledge the batch of a
-        consumer without workers afterwards.
+        For one message (or its id) it returns 1, and raises PgqueMessageNotInBatchError or
+        PgqueBatchNotFoundError. For a sequence it returns an Outcome for each. Raises PgqueBadArgumentError.
+        Acknowledge the batch of a consumer without workers afterwards.
         """
         options = {
-            "retry_after": ("interval", _encode.interval(retry_after)),
-            "reason": ("text", _encode.reason_text(reason, self._conn)),
+            "retry_after": ("interval", encode.interval(retry_after)),
+            "reason": ("text", encode.reason_text(reason, self._conn)),
         }
         if not isinstance(msg, (Message, int)):
             return self._report("nack", batch_id, msg, options)
-        call, params = _statements.nack(batch_id, msg, options)
+        call, params = statements.nack(batch_id, msg, options)
         return self._value(int, f"select {call}", params)
 
     def dead(
@@ -508,7 +509,7 @@ class PgqueClient:
 
         They go the way of the queue's `drop_policy`; by default they become dead letters, with `reason`.
         """
-        text = _encode.reason_text(reason, self._conn)
+        text = encode.reason_text(reason, self._conn)
         return self._report("dead", batch_id, msgs, {"reason": ("text", text)})
 
     def archive(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> list[Outcome]:
@@ -524,7 +525,7 @@ class PgqueClient:
         They can be received at once, by any worker of the consumer. A consumer without workers acknowledges
         the batch afterwards, and receives the messages in another one.
         """
-        sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.ids_or_none(msgs))})
+        sql, params = encode.arguments({"msg_ids": ("bigint[]", encode.ids_or_none(msgs))})
         return self._value(
             int, f"select pgque.release(%(batch)s::bigint{sql})", {"batch": batch_id, **params}
         )
@@ -533,12 +534,12 @@ class PgqueClient:
         """Extend the lease on a worker's batch by some seconds. Calls `pgque.extend`.
 
         Returns the number of its messages that are still leased, 0 if the batch is lost. Raises
-        PgqueBadArgument.
+        PgqueBadArgumentError.
         """
         return self._value(
             int,
             "select pgque.extend(%(batch)s::bigint, %(by)s::interval)",
-            {"batch": batch_id, "by": _encode.interval(seconds)},
+            {"batch": batch_id, "by": encode.interval(seconds)},
         )
 
     def set_visibility(self, batch_id: int, seconds: Seconds) -> int:
@@ -546,12 +547,12 @@ class PgqueClient:
         `pgque.set_visibility`.
 
         Returns the number of its messages that are still leased, 0 if the batch is lost. Raises
-        PgqueBadArgument.
+        PgqueBadArgumentError.
         """
         return self._value(
             int,
             "select pgque.set_visibility(%(batch)s::bigint, %(to)s::interval)",
-            {"batch": batch_id, "to": _encode.interval(seconds)},
+            {"batch": batch_id, "to": encode.interval(seconds)},
         )
 
     def peek(self, queue: str, n: int = 10, *, consumer: str | None = None) -> list[Message]:
@@ -559,9 +560,9 @@ class PgqueClient:
         `pgque.peek`.
 
         `consumer` None is the slowest consumer. Retries that are due are among them. Raises
-        PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument for an `n` below 1.
+        PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgqueBadArgumentError for an `n` below 1.
         """
-        sql, params = _encode.arguments({"consumer_name": ("text", consumer)})
+        sql, params = encode.arguments({"consumer_name": ("text", consumer)})
         return self._rows(
             f"select {_MESSAGE} from pgque.peek(%(queue)s::text, %(n)s::int{sql}) as m",
             {"queue": queue, "n": n, **params},
@@ -571,7 +572,7 @@ class PgqueClient:
     def next_batch(self, queue: str, consumer: str) -> int | None:
         """Open the next window of whole ticks as a batch, up to `ticker_max_count` events, and return its id,
         or None. With the setting `max_window` a large window becomes several batches. Calls
-        `pgque.next_batch`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
+        `pgque.next_batch`. Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError."""
         return self._maybe(
             int,
             "select pgque.next_batch(%(queue)s::text, %(consumer)s::text)",
@@ -580,7 +581,7 @@ class PgqueClient:
 
     def get_batch_events(self, batch_id: int) -> list[BatchEvent]:
         """Return the events of an open batch in the order of their ids. Calls `pgque.get_batch_events`.
-        Raises PgqueBatchNotFound."""
+        Raises PgqueBatchNotFoundError."""
         return self._rows(
             f"select {_EVENT} from pgque.get_batch_events(%(batch)s::bigint) as e",
             {"batch": batch_id},
@@ -589,7 +590,7 @@ class PgqueClient:
 
     def get_batch_info(self, batch_id: int) -> BatchInfo:
         """Return the window that an open batch was cut from. Calls `pgque.get_batch_info`. Raises
-        PgqueBatchNotFound."""
+        PgqueBatchNotFoundError."""
         return self._row(
             f"select {columns(BatchInfo, 'b')} from pgque.get_batch_info(%(batch)s::bigint) as b",
             {"batch": batch_id},
@@ -601,11 +602,11 @@ class PgqueClient:
         `pgque.event_retry`.
 
         Returns 1, or 0 if it was rejected already. A datetime without time zone is local time. Raises
-        PgqueMessageNotInBatch, PgqueBatchNotFound, PgqueBadArgument.
+        PgqueMessageNotInBatchError, PgqueBatchNotFoundError, PgqueBadArgumentError.
         """
         cast = "int"
         if isinstance(retry_after, datetime):
-            cast, retry_after = "timestamptz", _encode.moment(retry_after)
+            cast, retry_after = "timestamptz", encode.moment(retry_after)
         return self._value(
             int,
             f"select pgque.event_retry(%(batch)s::bigint, %(event)s::bigint, %(after)s::{cast})",
@@ -615,7 +616,8 @@ class PgqueClient:
     def batch_retry(self, batch_id: int, retry_seconds: int) -> int:
         """Reject all events of a batch: they are redelivered in some seconds. Calls `pgque.batch_retry`.
 
-        Returns their number. Finish the batch afterwards. Raises PgqueBatchNotFound, PgqueBadArgument.
+        Returns their number. Finish the batch afterwards. Raises PgqueBatchNotFoundError,
+        PgqueBadArgumentError.
         """
         return self._value(
             int,
@@ -633,7 +635,7 @@ class PgqueClient:
         `pgque.register_subconsumer`.
 
         `convert_normal` turns a consumer that reads on its own into one with workers. Raises
-        PgqueQueueNotFound, PgqueInvalidName, PgqueQueueInUse.
+        PgqueQueueNotFoundError, PgqueInvalidNameError, PgqueQueueInUseError.
         """
         return self._value(
             int,
@@ -648,8 +650,8 @@ class PgqueClient:
         """Remove a worker of a consumer and return 1, or 0 if there is none. Calls
         `pgque.unregister_subconsumer`.
 
-        `batch_handling`: 0 raises PgqueQueueInUse while the worker has an open batch, 1 sends its messages
-        through retry.
+        `batch_handling`: 0 raises PgqueQueueInUseError while the worker has an open batch, 1 sends its
+        messages through retry.
         """
         return self._value(
             int,
@@ -666,16 +668,16 @@ class PgqueClient:
         *,
         max_messages: int = 100,
         dead_interval: Seconds | None = None,
-        max_bytes: int | None = _statements.MAX_BYTES,
+        max_bytes: int | None = statements.MAX_BYTES,
     ) -> list[Message]:
         """Return the next batch of one worker of a consumer, and register the worker on first use. Calls
         `pgque.receive_coop`.
 
         A worker has at most one batch. The batch of a worker that was silent for `dead_interval` seconds is
-        taken over. `max_bytes` is that of `receive`. Raises PgqueQueueNotFound, PgqueQueueInUse,
-        PgqueInvalidName, PgqueBadArgument.
+        taken over. `max_bytes` is that of `receive`. Raises PgqueQueueNotFoundError, PgqueQueueInUseError,
+        PgqueInvalidNameError, PgqueBadArgumentError.
         """
-        with _otel.timed("receive", queue, consumer):
+        with otel.timed("receive", queue, consumer):
             return self._rows(
                 f"select {_MESSAGE} from pgque.receive_coop(%(queue)s::text, %(consumer)s::text,"
                 " %(worker)s::text, %(max)s::int, %(dead)s::interval, %(bytes)s::bigint) as m",
@@ -684,7 +686,7 @@ class PgqueClient:
                     "consumer": consumer,
                     "worker": subconsumer,
                     "max": max_messages,
-                    "dead": _encode.interval(dead_interval),
+                    "dead": encode.interval(dead_interval),
                     "bytes": max_bytes,
                 },
                 self._make_message,
@@ -692,7 +694,7 @@ class PgqueClient:
 
     def touch_subconsumer(self, queue: str, consumer: str, subconsumer: str) -> int:
         """Mark a worker as alive and return 1: `dead_interval` counts from now. Calls
-        `pgque.touch_subconsumer`. Raises PgqueConsumerNotFound."""
+        `pgque.touch_subconsumer`. Raises PgqueConsumerNotFoundError."""
         return self._value(
             int,
             "select pgque.touch_subconsumer(%(queue)s::text, %(consumer)s::text, %(worker)s::text)",
@@ -705,35 +707,35 @@ class PgqueClient:
         """Create a queue and return 1, or 0 if its name is taken; that queue keeps its settings. Calls
         `pgque.create_queue`.
 
-        Raises PgqueInvalidName, and PgqueBadArgument for a setting that is unknown or out of range.
+        Raises PgqueInvalidNameError, and PgqueBadArgumentError for a setting that is unknown or out of range.
         """
         if config is None:
             return self._value(int, "select pgque.create_queue(%(queue)s::text)", {"queue": queue})
         return self._value(
             int,
             "select pgque.create_queue(%(queue)s::text, %(config)s::jsonb)",
-            {"queue": queue, "config": _encode.config_json(config)},
+            {"queue": queue, "config": encode.config_json(config)},
         )
 
     def alter_queue(self, queue: str, config: Mapping[str, Setting]) -> None:
         """Change settings of a queue, all or none, and return their number; None restores a default. Calls
-        `pgque.alter_queue`. Raises PgqueQueueNotFound, PgqueBadArgument."""
+        `pgque.alter_queue`. Raises PgqueQueueNotFoundError, PgqueBadArgumentError."""
         self._run(
             "select pgque.alter_queue(%(queue)s::text, %(config)s::jsonb)",
-            {"queue": queue, "config": _encode.config_json(config)},
+            {"queue": queue, "config": encode.config_json(config)},
         )
 
     def set_queue_config(self, queue: str, param: str, value: Setting) -> None:
         """Change one setting of a queue; None restores its default. Calls `pgque.set_queue_config`. Raises
-        PgqueQueueNotFound, PgqueBadArgument."""
+        PgqueQueueNotFoundError, PgqueBadArgumentError."""
         self._run(
             "select pgque.set_queue_config(%(queue)s::text, %(param)s::text, %(value)s::text)",
-            {"queue": queue, "param": param, "value": _encode.setting_text(value)},
+            {"queue": queue, "param": param, "value": encode.setting_text(value)},
         )
 
     def queue_config(self, queue: str) -> dict[str, str | None]:
         """Return the settings in force for a queue, as text. Calls `pgque.queue_settings`. Raises
-        PgqueQueueNotFound."""
+        PgqueQueueNotFoundError."""
         pairs = self._rows(
             "select s.setting, s.value from pgque.queue_settings(%(queue)s::text) as s",
             {"queue": queue},
@@ -743,7 +745,7 @@ class PgqueClient:
 
     def queue_settings(self, queue: str) -> list[QueueSetting]:
         """Return the settings of a queue with their defaults, units and meaning. Calls
-        `pgque.queue_settings`. Raises PgqueQueueNotFound."""
+        `pgque.queue_settings`. Raises PgqueQueueNotFoundError."""
         return self._rows(
             f"select {columns(QueueSetting, 's')} from pgque.queue_settings(%(queue)s::text) as s",
             {"queue": queue},
@@ -752,7 +754,7 @@ class PgqueClient:
 
     def drop_queue(self, queue: str, force: bool = False) -> int:
         """Drop a queue; `force` also drops its consumers and messages. Calls `pgque.drop_queue`. Raises
-        PgqueQueueNotFound, PgqueQueueInUse."""
+        PgqueQueueNotFoundError, PgqueQueueInUseError."""
         with self._unlimited():
             return self._value(
                 int,
@@ -761,17 +763,17 @@ class PgqueClient:
             )
 
     def pause(self, queue: str) -> None:
-        """Pause a queue: senders get PgqueQueueDisabled, consumers still receive. Calls `pgque.pause`. Raises
-        PgqueQueueNotFound."""
+        """Pause a queue: senders get PgqueQueueDisabledError, consumers still receive. Calls `pgque.pause`.
+        Raises PgqueQueueNotFoundError."""
         self._run("select pgque.pause(%(queue)s::text)", {"queue": queue})
 
     def resume(self, queue: str) -> None:
-        """Resume a paused queue. Calls `pgque.resume`. Raises PgqueQueueNotFound."""
+        """Resume a paused queue. Calls `pgque.resume`. Raises PgqueQueueNotFoundError."""
         self._run("select pgque.resume(%(queue)s::text)", {"queue": queue})
 
     def rename_queue(self, queue: str, new_name: str) -> int:
-        """Rename a queue; its `queue_uid` stays. Calls `pgque.rename_queue`. Raises PgqueQueueNotFound,
-        PgqueQueueExists, PgqueInvalidName."""
+        """Rename a queue; its `queue_uid` stays. Calls `pgque.rename_queue`. Raises PgqueQueueNotFoundError,
+        PgqueQueueExistsError, PgqueInvalidNameError."""
         return self._value(
             int,
             "select pgque.rename_queue(%(queue)s::text, %(new)s::text)",
@@ -782,8 +784,8 @@ class PgqueClient:
         """Grant a role a right to one queue: `produce`, `consume`, or `admin`, which includes both. Calls
         `pgque.grant_queue`.
 
-        Returns False if the role has the right. Raises PgqueQueueNotFound, PgqueBadArgument, and PgqueError
-        if there is no such role.
+        Returns False if the role has the right. Raises PgqueQueueNotFoundError, PgqueBadArgumentError, and
+        PgqueError if there is no such role.
         """
         given = self._value(
             int,
@@ -810,10 +812,10 @@ class PgqueClient:
 
     def set_default_config(self, param: str, value: Setting) -> None:
         """Change the default of a setting for all queues that do not set it; None restores the built-in
-        default. Calls `pgque.set_default_config`. Raises PgqueBadArgument."""
+        default. Calls `pgque.set_default_config`. Raises PgqueBadArgumentError."""
         self._run(
             "select pgque.set_default_config(%(param)s::text, %(value)s::text)",
-            {"param": param, "value": _encode.setting_text(value)},
+            {"param": param, "value": encode.setting_text(value)},
         )
 
     def expire_messages(self, queue: str) -> int:
@@ -833,20 +835,20 @@ class PgqueClient:
         `pgque.set_schedule`.
 
         `every` is seconds or an interval. Returns the one in force. If the new one is invalid, the old one
-        stays, and PgqueBadArgument is raised.
+        stays, and PgqueBadArgumentError is raised.
         """
         return self._value(
             str,
             "select pgque.set_schedule(%(job)s::text, %(every)s::text)",
             {
                 "job": job,
-                "every": every if isinstance(every, str) else _encode.setting_text(_encode.interval(every)),
+                "every": every if isinstance(every, str) else encode.setting_text(encode.interval(every)),
             },
         )
 
     def ticker(self, queue: str) -> int | None:
         """Tick one queue if it has a reason, and return the tick id or None. Calls `pgque.ticker`. Raises
-        PgqueQueueNotFound."""
+        PgqueQueueNotFoundError."""
         return self._maybe(int, "select pgque.ticker(%(queue)s::text)", {"queue": queue})
 
     def ticker_all(self) -> int:
@@ -855,7 +857,7 @@ class PgqueClient:
 
     def force_next_tick(self, queue: str) -> int | None:
         """Make the next call of `ticker` tick this queue, whatever its settings. Calls
-        `pgque.force_next_tick`. Raises PgqueQueueNotFound."""
+        `pgque.force_next_tick`. Raises PgqueQueueNotFoundError."""
         return self._maybe(int, "select pgque.force_next_tick(%(queue)s::text)", {"queue": queue})
 
     def maint(self) -> None:
@@ -864,7 +866,7 @@ class PgqueClient:
             self._run("select pgque.maint()")
 
     def start(self) -> None:
-        """Schedule the ticker with pg_cron. Calls `pgque.start`. Raises PgqueNoScheduler if pg_cron is
+        """Schedule the ticker with pg_cron. Calls `pgque.start`. Raises PgqueNoSchedulerError if pg_cron is
         missing."""
         self._run("select pgque.start()")
 
@@ -906,11 +908,11 @@ class PgqueClient:
         self, queue: str, since: Seconds = timedelta(hours=6), buckets: int = 72
     ) -> list[Rate]:
         """Return how many messages were sent to a queue in the last `since` seconds, in `buckets` equal
-        parts. Calls `pgque.queue_rates`. Raises PgqueQueueNotFound, PgqueBadArgument."""
+        parts. Calls `pgque.queue_rates`. Raises PgqueQueueNotFoundError, PgqueBadArgumentError."""
         return self._rows(
             f"select {columns(Rate, 'r')} from pgque.queue_rates("
             "%(queue)s::text, %(since)s::interval, %(buckets)s::int) as r",
-            {"queue": queue, "since": _encode.interval(since), "buckets": buckets},
+            {"queue": queue, "since": encode.interval(since), "buckets": buckets},
             Rate,
         )
 
@@ -918,11 +920,11 @@ class PgqueClient:
         self, queue: str, consumer: str | None = None, since: Seconds = timedelta(hours=6)
     ) -> list[LagSample]:
         """Return how far consumers of a queue lagged in the last `since` seconds, a sample a minute. Calls
-        `pgque.consumer_lags`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
+        `pgque.consumer_lags`. Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError."""
         return self._rows(
             f"select {columns(LagSample, 's')} from pgque.consumer_lags("
             "%(queue)s::text, %(consumer)s::text, %(since)s::interval) as s",
-            {"queue": queue, "consumer": consumer, "since": _encode.interval(since)},
+            {"queue": queue, "consumer": consumer, "since": encode.interval(since)},
             LagSample,
         )
 
@@ -936,16 +938,16 @@ class PgqueClient:
         return self._rows(
             f"select {columns(Action, 'a')} from pgque.list_actions("
             "%(queue)s::text, %(limit)s::int, %(before)s::timestamptz) as a",
-            {"queue": queue, "limit": limit, "before": None if before is None else _encode.moment(before)},
+            {"queue": queue, "limit": limit, "before": None if before is None else encode.moment(before)},
             Action,
         )
 
     def set_history(self, what: str, keep: Seconds | None) -> None:
         """Set for how many seconds at least the history of "actions" or "lags" is kept; None turns it off.
-        Calls `pgque.set_history`. Raises PgqueBadArgument."""
+        Calls `pgque.set_history`. Raises PgqueBadArgumentError."""
         self._run(
             "select pgque.set_history(%(what)s::text, %(keep)s::interval)",
-            {"what": what, "keep": None if keep is None else _encode.interval(keep)},
+            {"what": what, "keep": None if keep is None else encode.interval(keep)},
         )
 
     def version(self) -> str:
@@ -954,7 +956,7 @@ class PgqueClient:
 
     def get_queue_info(self, queue: str | None = None) -> list[QueueInfo]:
         """Return settings and load of one queue or of all. Calls `pgque.get_queue_info`. Raises
-        PgqueQueueNotFound."""
+        PgqueQueueNotFoundError."""
         call = "pgque.get_queue_info()" if queue is None else "pgque.get_queue_info(%(queue)s::text)"
         return self._rows(
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo
@@ -966,7 +968,7 @@ class PgqueClient:
         self, queue: str | None = None, consumer: str | None = None
     ) -> list[ConsumerInfo]:
         """Return position and lag of all consumers, of those of a queue, or of one. Calls
-        `pgque.get_consumer_info`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
+        `pgque.get_consumer_info`. Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError."""
         arguments = ["%(queue)s::text"] if queue is not None else []
         if consumer is not None:
             if queue is None:
@@ -1018,7 +1020,8 @@ class PgqueClient:
             starts_at: no run is before; a datetime without time zone is local time.
             ends_at: no run is after.
 
-        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueInvalidName, PgqueBadArgument, PgquePermissionDenied.
+        Raises PgqueQueueNotFoundError, PgqueQueueFullError, PgqueInvalidNameError, PgqueBadArgumentError,
+        PgquePermissionDeniedError.
         """
         options = {
             "headers": headers,
@@ -1027,16 +1030,16 @@ class PgqueClient:
             "ttl": ttl,
             "partition_key": partition_key,
         }
-        event = _encode.event_of(type, payload, options)
+        event = encode.event_of(type, payload, options)
         if event.deliver_at is not None:
             raise ValueError("a recurring message has no deliver_at: its times are those of cron")
-        sql, params = _encode.send_arguments(event, self._encoder)
-        more, schedule = _encode.arguments(
+        sql, params = encode.send_arguments(event, self._encoder)
+        more, schedule = encode.arguments(
             {
                 "timezone": ("text", timezone),
                 "catch_up": ("text", catch_up),
-                "starts_at": ("timestamptz", _encode.moment(starts_at)),
-                "ends_at": ("timestamptz", _encode.moment(ends_at)),
+                "starts_at": ("timestamptz", encode.moment(starts_at)),
+                "ends_at": ("timestamptz", encode.moment(ends_at)),
             }
         )
         new = self._value(
@@ -1049,7 +1052,7 @@ class PgqueClient:
 
     def drop_recurring(self, name: str) -> None:
         """Drop a recurring message; messages that it sent stay. Calls `pgque.drop_recurring`. Raises
-        PgqueMessageNotFound, PgquePermissionDenied."""
+        PgqueMessageNotFoundError, PgquePermissionDeniedError."""
         self._run("select pgque.drop_recurring(%(name)s::text)", {"name": name})
 
     def pause_recurring(self, name: str) -> bool:
@@ -1093,12 +1096,12 @@ class PgqueClient:
         """Release the batches that workers received more than `older_than` seconds ago, and return their
         number. Calls `pgque.reclaim`.
 
-        One call releases at most 500 while workers report outcomes. Raises PgqueBadArgument.
+        One call releases at most 500 while workers report outcomes. Raises PgqueBadArgumentError.
         """
         return self._value(
             int,
             "select pgque.reclaim(%(queue)s::text, %(consumer)s::text, %(age)s::interval)",
-            {"queue": queue, "consumer": consumer, "age": _encode.interval(older_than)},
+            {"queue": queue, "consumer": consumer, "age": encode.interval(older_than)},
         )
 
     def share_consumer(self, queue: str, consumer: str) -> int:
@@ -1106,7 +1109,7 @@ class PgqueClient:
         `pgque.share_consumer`.
 
         Its position and its pending retries stay. Its open batch goes to the workers. Raises
-        PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers.
+        PgqueQueueNotFoundError, PgqueConsumerNotFoundError, and PgqueQueueInUseError if it has subconsumers.
         """
         with self._unlimited():
             return self._value(
@@ -1119,8 +1122,9 @@ class PgqueClient:
         """Set how many messages of one key the workers of a consumer have at most: return 1, or 0 if it was
         set so. Calls `pgque.set_key_concurrency`.
 
-        1 keeps the order of a key, None is no limit. Raises PgqueQueueNotFound, PgqueConsumerNotFound,
-        PgqueBadArgument, and PgqueQueueInUse if the consumer has no workers.
+        1 keeps the order of a key, None is no limit. Raises PgqueQueueNotFoundError,
+        PgqueConsumerNotFoundError, PgqueBadArgumentError, and PgqueQueueInUseError if the consumer has no
+        workers.
         """
         with self._unlimited():
             return self._value(
@@ -1134,8 +1138,8 @@ class PgqueClient:
         `pgque.unshare_consumer`.
 
         Its position and its pending retries stay. Messages that workers have leased are redelivered. Raises
-        PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers or
-        `key_concurrency`.
+        PgqueQueueNotFoundError, PgqueConsumerNotFoundError, and PgqueQueueInUseError if it has subconsumers
+        or `key_concurrency`.
         """
         with self._unlimited():
             return self._value(
@@ -1146,7 +1150,7 @@ class PgqueClient:
 
     def retry_now(self, queue: str, consumer: str) -> int:
         """Make every message of a consumer in state retry due now, and return their number. Calls
-        `pgque.retry_now`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
+        `pgque.retry_now`. Raises PgqueQueueNotFoundError, PgqueConsumerNotFoundError."""
         with self._unlimited():
             return self._value(
                 int,
@@ -1174,7 +1178,7 @@ class PgqueClient:
         `since` and `until` filter by the time of sending; a datetime without time zone is local time.
         `matching` is a text in payload, headers or last error, in upper or lower case. To read page by page,
         pass `after_id=0`, and then the last id. A page can be longer than `limit`, since the rows of one
-        message stay together. Raises PgqueQueueNotFound, PgqueBadArgument.
+        message stay together. Raises PgqueQueueNotFoundError, PgqueBadArgumentError.
         """
         return self._rows(
             f"select {columns(QueuedMessage, 'm')}"
@@ -1188,8 +1192,8 @@ class PgqueClient:
                 "type": type,
                 "key": key,
                 "consumer": consumer,
-                "since": _encode.moment(since),
-                "until": _encode.moment(until),
+                "since": encode.moment(since),
+                "until": encode.moment(until),
                 "matching": matching,
                 "after_id": after_id,
             },
@@ -1198,7 +1202,7 @@ class PgqueClient:
 
     def get_message(self, queue: str, msg_id: int) -> list[QueuedMessage]:
         """Return one message, one row for each consumer that still has it. Calls `pgque.get_message`. Raises
-        PgqueQueueNotFound, PgqueMessageNotFound."""
+        PgqueQueueNotFoundError, PgqueMessageNotFoundError."""
         return self._rows(
             f"select {columns(QueuedMessage, 'm')}"
             " from pgque.get_message(%(queue)s::text, %(msg)s::bigint) as m",
@@ -1208,7 +1212,7 @@ class PgqueClient:
 
     def message_status(self, queue: str, msg_id: int) -> list[MessageStatus]:
         """Return the state of a message, one row for each consumer that still has it. Calls
-        `pgque.message_status`. Raises PgqueMessageNotFound."""
+        `pgque.message_status`. Raises PgqueMessageNotFoundError."""
         return self._rows(
             f"select {columns(MessageStatus, 's')}"
             " from pgque.message_status(%(queue)s::text, %(msg)s::bigint) as s",
@@ -1223,8 +1227,8 @@ class PgqueClient:
         With `consumer`, only this consumer is concerned. If a worker has the message, its outcome does not
         count, and an async handler is cancelled when its lease is extended. The state is one of those in
         `QueuedMessage`, "cancelled" if it was cancelled before, or "done" if no consumer has it. Raises
-        PgqueQueueNotFound, PgqueMessageNotFound, PgqueConsumerNotFound, and PgqueBadArgument if the message
-        is delayed and a consumer is given.
+        PgqueQueueNotFoundError, PgqueMessageNotFoundError, PgqueConsumerNotFoundError, and
+        PgqueBadArgumentError if the message is delayed and a consumer is given.
         """
         with self._unlimited():
             return self._value(
@@ -1237,14 +1241,14 @@ class PgqueClient:
         """Remove all messages of a queue: pending, delayed, processing and retry. Calls `pgque.purge`.
 
         Dead letters and the archive stay. Returns how many messages the slowest consumer had ahead of it.
-        Raises PgqueQueueNotFound.
+        Raises PgqueQueueNotFoundError.
         """
         with self._unlimited():
             return self._value(int, "select pgque.purge(%(queue)s::text)", {"queue": queue})
 
     def purge_key(self, queue: str, key: str) -> int:
         """Remove the pending message with a key and return 1, or 0 if there is none. Calls `pgque.purge_key`.
-        Raises PgqueQueueNotFound."""
+        Raises PgqueQueueNotFoundError."""
         return self._value(
             int, "select pgque.purge_key(%(queue)s::text, %(key)s::text)", {"queue": queue, "key": key}
         )
@@ -1283,7 +1287,7 @@ class PgqueClient:
 
         `since` and `until` filter by the time of archiving; a datetime without time zone is local time.
         `matching` is a text in payload, headers or key, in upper or lower case. To read page by page, pass
-        the last `archive_id` as `before_id`. Raises PgqueQueueNotFound.
+        the last `archive_id` as `before_id`. Raises PgqueQueueNotFoundError.
         """
         return self._rows(
             f"select {columns(ArchivedMessage, 'a')}"
@@ -1293,8 +1297,8 @@ class PgqueClient:
             {
                 "queue": queue,
                 "limit": limit,
-                "since": _encode.moment(since),
-                "until": _encode.moment(until),
+                "since": encode.moment(since),
+                "until": encode.moment(until),
                 "type": type,
                 "key": key,
                 "consumer": consumer,
@@ -1306,7 +1310,7 @@ class PgqueClient:
 
     def archive_replay(self, archive_id: int) -> int:
         """Send an archived message again and return the new id. Calls `pgque.archive_replay`. Raises
-        PgqueMessageNotFound, PgqueQueueDisabled."""
+        PgqueMessageNotFoundError, PgqueQueueDisabledError."""
         return self._value(
             int, "select pgque.archive_replay(%(archive)s::bigint)", {"archive": archive_id}
         )
@@ -1318,7 +1322,7 @@ class PgqueClient:
             return self._value(
                 int,
                 "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
-                {"queue": queue, "before": _encode.moment(before)},
+                {"queue": queue, "before": encode.moment(before)},
             )
 
     # -- dead letters
@@ -1344,7 +1348,7 @@ class PgqueClient:
         `reason` is a reason as here or as `dlq_reasons` returns it. `since` and `until` filter by the time
         when messages were given up; a datetime without time zone is local time. `matching` is a text in
         payload, headers or reason, in upper or lower case. To read page by page, pass the last `dl_id` as
-        `before_id`. Raises PgqueQueueNotFound.
+        `before_id`. Raises PgqueQueueNotFoundError.
         """
         return self._rows(
             f"select {columns(DeadLetter, 'd')}"
@@ -1358,8 +1362,8 @@ class PgqueClient:
                 "type": type,
                 "key": key,
                 "consumer": consumer,
-                "since": _encode.moment(since),
-                "until": _encode.moment(until),
+                "since": encode.moment(since),
+                "until": encode.moment(until),
                 "matching": matching,
                 "before_id": before_id,
             },
@@ -1368,7 +1372,7 @@ class PgqueClient:
 
     def dlq_reasons(self, queue: str) -> list[DeadReason]:
         """Return the reasons of a queue's dead letters with their counts, the most frequent first. Calls
-        `pgque.dlq_reasons`. Raises PgqueQueueNotFound."""
+        `pgque.dlq_reasons`. Raises PgqueQueueNotFoundError."""
         return self._rows(
             f"select {columns(DeadReason, 'd')} from pgque.dlq_reasons(%(queue)s::text) as d",
             {"queue": queue},
@@ -1377,14 +1381,14 @@ class PgqueClient:
 
     def dlq_delete(self, dl_id: int) -> int:
         """Delete a dead letter, also a held one, and return its message id. Calls `pgque.dlq_delete`. Raises
-        PgqueNotDeadLetter."""
+        PgqueNotDeadLetterError."""
         return self._value(int, "select pgque.dlq_delete(%(dl)s::bigint)", {"dl": dl_id})
 
     def dlq_requeue(self, dl_id: int) -> int:
         """Requeue a dead letter to the consumer that failed it, and return its message id. Calls
         `pgque.dlq_requeue`.
 
-        Raises PgqueNotDeadLetter, and PgqueConsumerNotFound if that consumer was unsubscribed.
+        Raises PgqueNotDeadLetterError, and PgqueConsumerNotFoundError if that consumer was unsubscribed.
         """
         return self._value(int, "select pgque.dlq_requeue(%(dl)s::bigint)", {"dl": dl_id})
 
@@ -1393,9 +1397,9 @@ class PgqueClient:
         their number. Calls `pgque.dlq_requeue_all`.
 
         With `reason`, one that `dlq_reasons` returns, only dead letters with this reason. Raises
-        PgqueQueueNotFound.
+        PgqueQueueNotFoundError.
         """
-        named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
+        named, params = encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         with self._unlimited():
             return self._value(
                 int, f"select pgque.dlq_requeue_all(%(queue)s::text{named})", {"queue": queue, **params}
@@ -1405,7 +1409,7 @@ class PgqueClient:
         """Send a dead letter to every consumer as a new message, and return the new id. Calls
         `pgque.dlq_replay`.
 
-        Raises PgqueNotDeadLetter, PgqueQueueDisabled.
+        Raises PgqueNotDeadLetterError, PgqueQueueDisabledError.
         """
         return self._value(int, "select pgque.dlq_replay(%(dl)s::bigint)", {"dl": dl_id})
 
@@ -1416,9 +1420,9 @@ class PgqueClient:
         `pgque.dlq_replay_all`.
 
         Returns a ReplayResult: how many were sent, and how many stay because they failed. With `reason`, one
-        that `dlq_reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFound.
+        that `dlq_reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFoundError.
         """
-        named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
+        named, params = encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         with self._unlimited():
             return self._row(
                 f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text{named}) as r",
@@ -1433,14 +1437,14 @@ class PgqueClient:
         Calls `pgque.dlq_purge`.
 
         Held ones stay. With `reason`, one that `dlq_reasons` returns, only dead letters with this reason.
-        Raises PgqueQueueNotFound, PgqueBadArgument.
+        Raises PgqueQueueNotFoundError, PgqueBadArgumentError.
         """
-        named, params = _encode.arguments({"reason": ("text", reason)})
+        named, params = encode.arguments({"reason": ("text", reason)})
         with self._unlimited():
             return self._value(
                 int,
                 f"select pgque.dlq_purge(%(queue)s::text, %(age)s::interval{named})",
-                {"queue": queue, "age": _encode.interval(older_than), **params},
+                {"queue": queue, "age": encode.interval(older_than), **params},
             )
 
     # -- how a call is made
@@ -1464,7 +1468,7 @@ class PgqueClient:
         """Check that the versions fit, and note whether the connection is direct."""
         found: str | None = None
         with self._conn.cursor(row_factory=tuple_row) as cur:
-            cur.execute(_encode.FIND_VERSION, prepare=False)
+            cur.execute(encode.FIND_VERSION, prepare=False)
             callable_row = cur.fetchone()
             if callable_row is not None and callable_row[0]:
                 cur.execute("select pgque.version()", prepare=False)
@@ -1472,7 +1476,7 @@ class PgqueClient:
                 found = version_row[0] if version_row else None
         # A role that may not ask is told so by its first real call.
         if callable_row is None or callable_row[0]:
-            _encode.check_version(found, __version__)
+            encode.check_version(found, __version__)
         _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
 
     def _report(
@@ -1482,8 +1486,8 @@ class PgqueClient:
         msgs: Sequence[MessageOrId] | None,
         options: Mapping[str, tuple[str, object]] | None = None,
     ) -> list[Outcome]:
-        call, params = _statements.outcomes(function, batch_id, msgs, options)
-        return self._rows(f"select {_statements.OUTCOME} from {call} as o", params, Outcome)
+        call, params = statements.outcomes(function, batch_id, msgs, options)
+        return self._rows(f"select {statements.OUTCOME} from {call} as o", params, Outcome)
 
     def _unlimited(self) -> AbstractContextManager[None]:
         """Return a block whose calls may take any time, as their work grows with the queue."""

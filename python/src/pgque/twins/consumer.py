@@ -18,9 +18,15 @@ from ..client.statements import MAX_BYTES
 from ..codec.encode import total_seconds
 from ..codec.json import Encoder
 from ..codec.payloads import BadPayload, Decoder
-from ..errors import PgqueBadArgument, PgqueConsumerNotFound, PgqueError, PgquePayloadError, PgqueQueueInUse
+from ..errors import (
+    PgqueBadArgumentError,
+    PgqueConsumerNotFoundError,
+    PgqueError,
+    PgquePayloadError,
+    PgqueQueueInUseError,
+)
 from ..types import Message, Seconds
-from ..runtime import batches as _batches
+from ..runtime import batches
 from ..runtime.batches import Batch, OwnBatch, Statement
 from ..runtime.options import refuse
 from .runtime import Runtime
@@ -65,11 +71,11 @@ class Consumer(Runtime):
         max_messages: most messages in one batch; `prefetch` is another name of it.
         min_interval: as of Worker. The ack comes before the pause.
         subconsumer: name of this process if several share the consumer. The consumer must not read on its own
-            (PgqueQueueInUse): either do not subscribe it, and it begins at the newest tick with its first
-            subconsumer; or convert it with `subscribe_subconsumer(…, convert_normal=True)`.
+            (PgqueQueueInUseError): either do not subscribe it, and it begins at the newest tick with its
+            first subconsumer; or convert it with `subscribe_subconsumer(…, convert_normal=True)`.
         dead_interval: seconds of silence after which the batch of another subconsumer may be taken over.
 
-    Raises PgqueBadArgument for an argument of a Worker that a consumer cannot have.
+    Raises PgqueBadArgumentError for an argument of a Worker that a consumer cannot have.
     """
 
     _kind = "Consumer"
@@ -115,7 +121,7 @@ class Consumer(Runtime):
         if consumer is None:
             raise TypeError("a Consumer needs the name of its consumer: consumer=...")
         if str(use) == "processes":
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "a Consumer cannot have use='processes': it reads alone, and each would get its batch",
                 hint="Use a Worker.",
             )
@@ -163,14 +169,14 @@ class Consumer(Runtime):
         return Consumer
 
     def _receive_statement(self, queue: str, count: int) -> Statement:
-        return _batches.receive_alone(
+        return batches.receive_alone(
             queue, self.consumer, self.subconsumer, count, self.dead_interval, self.max_bytes
         )
 
     def _batch(self, source: Source, received: Sequence[Message], received_at: float) -> Batch[Message]:
         queue, consumer, subconsumer = source.queue, self.consumer, self.subconsumer
         batch = OwnBatch(
-            received, received_at, lambda patience: _batches.touch(queue, consumer, subconsumer, patience)
+            received, received_at, lambda patience: batches.touch(queue, consumer, subconsumer, patience)
         )
         source.batch = batch
         return batch
@@ -187,12 +193,12 @@ class Consumer(Runtime):
                 self.consumer if self.subconsumer is None else f"{self.consumer}.{self.subconsumer}"
             )
             try:
-                found = client.get_consumer_info(source.queue, subscription)
-            except PgqueConsumerNotFound:
+                found = client.consumers.get_info(source.queue, subscription)
+            except PgqueConsumerNotFoundError:
                 found = []  # of a subconsumer, which its first receive registers
             source.left.note_open(found)
 
     def _explain(self, error: PgqueError) -> None:
-        is_of_consumer = isinstance(error, (PgqueBadArgument, PgqueQueueInUse))
+        is_of_consumer = isinstance(error, (PgqueBadArgumentError, PgqueQueueInUseError))
         if is_of_consumer and self.subconsumer is None and not isinstance(error, PgquePayloadError):
             error.hint = _NOT_FOR_CONSUMER

@@ -26,12 +26,12 @@ _TICK_MISSING = 5.0
 
 def listen(client: PgqueClient, queue: str) -> QueueSettings:
     """Have a connection notified of new messages, and return the settings of the queue, which may be given by
-    its `queue_uid`, with its name. Raises PgqueQueueNotFound."""
+    its `queue_uid`, with its name. Raises PgqueQueueNotFoundError."""
     name = client._value(
         str, "select i.queue_name from pgque.get_queue_info(%(queue)s::text) as i", {"queue": queue}
     )
     client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"{_CHANNEL}{name}")))
-    return QueueSettings.from_config(name, client.queue_config(name))
+    return QueueSettings.from_config(name, client.admin.queue_config(name))
 
 
 def queue_of(channel: str) -> str:
@@ -62,7 +62,7 @@ class TickWatch:
         if self.due_in() > 0:
             return
         self._checked_at = time.monotonic()
-        missing = [info for info in client.get_queue_info(self._queue) if _misses_tick(info)]
+        missing = [info for info in client.monitor.get_queue_info(self._queue) if _misses_tick(info)]
         if missing and not self._logged:
             self._log.warning("%s", _missing_tick(missing[0]))
         self._logged = bool(missing)

@@ -31,7 +31,8 @@ def app(
     mounted in another one. `read_only` refuses every change. `hide_payloads` shows neither payloads nor
     headers. `metrics_token` is the bearer token that /metrics asks for; without one only this machine itself
     gets an answer.
-    Raises PgqueBadArgument for a connection string that names no database, PgqueError without `pgque[web]`.
+    Raises PgqueBadArgumentError for a connection string that names no database, PgqueError without
+    `pgque[web]`.
     """
     from .site import Site
 

@@ -6,7 +6,7 @@ import re
 
 from starlette.responses import Response
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 from .page import Page
 
 PER_PAGE = 100
@@ -16,7 +16,7 @@ def show(page: Page) -> Response:
     """Show the newest actions, or those before a time; of all queues, or of one."""
     queue, before = page.form.get("of"), page.form.get("before")
     if before and not re.fullmatch(r"[0-9T:.+-]+", before):
-        raise PgqueBadArgument(f"not a time: {before[:50]!r}")
+        raise PgqueBadArgumentError(f"not a time: {before[:50]!r}")
     rows = page.rows(
         "select a.at, a.role_name::text as role, a.application, a.call, a.queue, a.args"
         " from pgque.list_actions(%s, %s, %s::timestamptz) as a",

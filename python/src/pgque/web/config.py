@@ -10,7 +10,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from ..client.dsn import given_or_default
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +42,24 @@ class Config:
     def __post_init__(self) -> None:
         prefix = self.path_prefix
         if prefix and (not prefix.startswith("/") or prefix.endswith("/") or "//" in prefix):
-            raise PgqueBadArgument(f"not a path prefix: {prefix!r}", hint="Write it as in /pgque.")
+            raise PgqueBadArgumentError(f"not a path prefix: {prefix!r}", hint="Write it as in /pgque.")
 
 
 def databases(dsns: Sequence[str]) -> tuple[Database, ...]:
     """Return the databases of connection strings, each with a label that has no secret in it.
 
-    Raises PgqueBadArgument for a text that is no connection string, or names no database.
+    Raises PgqueBadArgumentError for a text that is no connection string, or names no database.
     """
     found: list[Database] = []
     for dsn in map(given_or_default, dsns):
         try:
             parts = conninfo_to_dict(dsn)
         except psycopg.ProgrammingError as error:
-            raise PgqueBadArgument(f"not a connection string: {error}") from error
+            raise PgqueBadArgumentError(f"not a connection string: {error}") from error
         name = parts.get("dbname") or os.environ.get("PGDATABASE")
         service = parts.get("service") or os.environ.get("PGSERVICE")
         if not name and not service:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "the connection string names no database",
                 hint="Name it, as in --dsn 'host=localhost dbname=shop'.",
             )
@@ -70,5 +70,5 @@ def databases(dsns: Sequence[str]) -> tuple[Database, ...]:
             label = f"{label} ({len(found) + 1})"
         found.append(Database(label, dsn))
     if not found:
-        raise PgqueBadArgument("no database", hint="Name it, as in --dsn 'host=localhost dbname=shop'.")
+        raise PgqueBadArgumentError("no database", hint="Name it, as in --dsn 'host=localhost dbname=shop'.")
     return tuple(found)

@@ -43,7 +43,7 @@ POOL_CHECK = 1.0  # seconds in which it has to answer before it is lent; a silen
 _NOT_TAKEN = ("user", "password", "passfile", "sslcert", "sslkey", "sslpassword")
 
 
-class LoginRefused(Exception):
+class LoginRefusedError(Exception):
     """Say why nobody is let in; the text is shown on the login page."""
 
 
@@ -112,7 +112,7 @@ def _check(connection: psycopg.Connection[Any]) -> None:
 def _need_password(connection: psycopg.Connection[Any]) -> None:
     """Refuse a server that did not ask for the password: it would let anybody in as this role."""
     if not connection.pgconn.used_password:
-        raise LoginRefused(
+        raise LoginRefusedError(
             "The server accepts this role without a password, so this page refuses it."
             " Have pg_hba.conf ask for one, for example with scram-sha-256, or name another host in --dsn."
         )
@@ -121,9 +121,9 @@ def _need_password(connection: psycopg.Connection[Any]) -> None:
 def log_in(database: Database, user: str, password: str, statement_timeout: int) -> Connections:
     """Return connections of the role `user`, after the server has accepted its password.
 
-    Raises LoginRefused, with a text that tells nobody whether the role exists.
+    Raises LoginRefusedError, with a text that tells nobody whether the role exists.
     """
-    wrong = LoginRefused("Login failed. Check user and password, and that the database can be reached.")
+    wrong = LoginRefusedError("Login failed. Check user and password, and that the database can be reached.")
     # libpq would look for an empty password in PGPASSWORD and in password files.
     if not user or not password or "\0" in user + password:
         raise wrong
@@ -144,9 +144,9 @@ def log_in(database: Database, user: str, password: str, statement_timeout: int)
         log.info("login of %r to %s failed: %s", user, database.label, str(error).strip())
         raise wrong from None
     if row is None or not row[0]:
-        raise LoginRefused("pgque is not installed in this database. Install it: pgque install --dsn …")
+        raise LoginRefusedError("pgque is not installed in this database. Install it: pgque install --dsn …")
     if not row[1]:
-        raise LoginRefused(
+        raise LoginRefusedError(
             "This role has no right to read queues of pgque. Grant it pgque_reader or pgque_admin,"
             " or a right to one queue with pgque.grant_queue(queue, role, right)."
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import psycopg
 from starlette.responses import Response
 
-from ..errors import PgqueBadArgument, from_psycopg
+from ..errors import PgqueBadArgumentError, from_psycopg
 from .jobs import Call, Job, More
 from .page import Form, Page, Row, own
 
@@ -128,7 +128,7 @@ def _here(form: Form) -> dict[str, object]:
 def _verb(form: Form) -> str:
     verb = form.need("action")
     if verb not in VERBS:
-        raise PgqueBadArgument(f"no such action: {verb[:50]!r}")
+        raise PgqueBadArgumentError(f"no such action: {verb[:50]!r}")
     return verb
 
 
@@ -185,7 +185,7 @@ def do(page: Page) -> Response:
     else:
         verb, ids = _verb(page.form), _chosen(page)
     if verb not in VERBS:
-        raise PgqueBadArgument(f"no such action: {verb[:50]!r}")
+        raise PgqueBadArgumentError(f"no such action: {verb[:50]!r}")
     title, past, _ = VERBS[verb]
     job = Job(f"{title} dead letters of {name}", own("/dead", **_here(page.form)), ids)
     _keep(page, job)
@@ -213,7 +213,7 @@ def _failure(job: Job) -> str:
 def _keep(page: Page, job: Job) -> None:
     jobs = page.session.jobs
     if sum(other.running for other in list(jobs.values())) >= MOST_RUNNING:
-        raise PgqueBadArgument("earlier work is still running", hint="Wait until it has ended.")
+        raise PgqueBadArgumentError("earlier work is still running", hint="Wait until it has ended.")
     while len(jobs) >= MOST_JOBS:
         jobs.pop(next(key for key, other in list(jobs.items()) if not other.running))
     jobs[job.key] = job

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from ..errors import PgqueConnectionError, PgqueError, PgqueNotDeadLetter, one_line
+from ..errors import PgqueConnectionError, PgqueError, PgqueNotDeadLetterError, one_line
 
 Call = Callable[[int], object]
 More = Callable[[int], list[int]]
@@ -66,7 +66,7 @@ class Job:
                 self.done += 1
             except PgqueConnectionError:
                 raise
-            except PgqueNotDeadLetter:
+            except PgqueNotDeadLetterError:
                 self.gone += 1
             except PgqueError as error:
                 self.failed += 1

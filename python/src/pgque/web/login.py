@@ -57,14 +57,14 @@ def log_in(site: shared.Shared, request: Request, form: Form, before: Session | 
     chosen = site.config.databases[wanted]
     try:
         connections = database.log_in(chosen, user, form.get("password"), site.config.statement_timeout)
-    except database.LoginRefused as refused:
+    except database.LoginRefusedError as refused:
         return show(site, request, following, error=str(refused), status=401)
     site.attempts.succeeded(client, user)
     if before is not None:
         site.sessions.end(before)
     try:
         session = site.sessions.begin(chosen, user, connections)
-    except database.LoginRefused as refused:
+    except database.LoginRefusedError as refused:
         return show(site, request, following, error=str(refused), status=503)
     log.info("login of %r to %s", user, chosen.label)
     answer = RedirectResponse(address(request, site.own_path(following), {}), status_code=303)

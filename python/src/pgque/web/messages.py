@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
-from ..errors import PgqueMessageNotFound
+from ..errors import PgqueMessageNotFoundError
 from .look import MOST_SHOWN
 from .page import Page, Row
 
@@ -151,7 +151,7 @@ def _found(page: Page, asked: dict[str, object]) -> tuple[list[Row], Row]:
             "select " + _STATE + ", " + _WHOLE + ", m.dl_id from pgque.get_message(%(queue)s, %(id)s) as m",
             asked,
         )
-    except PgqueMessageNotFound:
+    except PgqueMessageNotFoundError:
         return [], {}
     return rows, rows[0]
 
@@ -160,7 +160,7 @@ def _found_by_consumer(page: Page, asked: dict[str, object]) -> tuple[list[Row],
     """Return the states, and the message if it is among the next ones: more is for administrators."""
     try:
         states = page.rows("select " + _STATE + " from pgque.message_status(%(queue)s, %(id)s) as m", asked)
-    except PgqueMessageNotFound:
+    except PgqueMessageNotFoundError:
         return [], {}
     return states, page.one(
         "select " + _WHOLE + " from pgque.peek(%(queue)s, %(looked)s) as m where m.msg_id = %(id)s", asked

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from ..errors import PgqueError, PgquePermissionDenied, PgqueQueueNotFound
+from ..errors import PgqueError, PgquePermissionDeniedError, PgqueQueueNotFoundError
 from ..ops.overview import (
     METRICS,
     METRICS_ASKED,
@@ -170,5 +170,5 @@ def rates(page: Page, queues: list[Figures]) -> chart.Chart | None:
     key = "rates" if page.role["reader"] else f"rates of {_rights(page)}"
     try:
         return page.site.samples.get(page.session.database, key, lambda: chart.rates(page, names), chart.KEPT)
-    except (PgqueQueueNotFound, PgquePermissionDenied):
+    except (PgqueQueueNotFoundError, PgquePermissionDeniedError):
         return None  # a queue was dropped since the figures were taken

@@ -13,7 +13,7 @@ import psycopg
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from ..errors import PgqueBadArgument, PgqueError, PgquePermissionDenied, from_psycopg
+from ..errors import PgqueBadArgumentError, PgqueError, PgquePermissionDeniedError, from_psycopg
 from ..ops.overview import ROLE_QUERY
 from .database import Connection, Parameters
 from .sessions import Session
@@ -53,13 +53,13 @@ class Form:
 
     @classmethod
     def read(cls, body: str) -> Form:
-        """Return the fields of a text in URL encoding. Raises PgqueBadArgument for more than 20,000."""
+        """Return the fields of a text in URL encoding. Raises PgqueBadArgumentError for more than 20,000."""
         try:
             fields = parse_qsl(body, keep_blank_values=True, max_num_fields=20_000)
         except ValueError as error:
-            raise PgqueBadArgument(f"the form cannot be read: {error}") from error
+            raise PgqueBadArgumentError(f"the form cannot be read: {error}") from error
         if any("\0" in value for _, value in fields):
-            raise PgqueBadArgument("PostgreSQL stores no text with the character NUL")
+            raise PgqueBadArgumentError("PostgreSQL stores no text with the character NUL")
         return cls(fields)
 
     def get(self, name: str, default: str = "") -> str:
@@ -67,28 +67,28 @@ class Form:
         return next((value for key, value in reversed(self.fields) if key == name), default)
 
     def need(self, name: str) -> str:
-        """Return the value of a field. Raises PgqueBadArgument if it is empty."""
+        """Return the value of a field. Raises PgqueBadArgumentError if it is empty."""
         value = self.get(name)
         if not value:
-            raise PgqueBadArgument(f"the field {name} is empty")
+            raise PgqueBadArgumentError(f"the field {name} is empty")
         return value
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a field as a whole number. Raises PgqueBadArgument."""
+        """Return a field as a whole number. Raises PgqueBadArgumentError."""
         text = self.get(name)
         if not text and default is not None:
             return default
         return _number(name, text)
 
     def numbers(self, name: str) -> list[int]:
-        """Return all values of a field as whole numbers. Raises PgqueBadArgument."""
+        """Return all values of a field as whole numbers. Raises PgqueBadArgumentError."""
         return [_number(name, value) for key, value in self.fields if key == name]
 
 
 def _number(name: str, text: str) -> int:
     digits = text.strip()
     if not (digits.isascii() and digits.removeprefix("-").isdigit()) or abs(int(digits[:25])) >= 2**63:
-        raise PgqueBadArgument(f"the field {name} is no whole number: {text[:50]!r}")
+        raise PgqueBadArgumentError(f"the field {name} is no whole number: {text[:50]!r}")
     return int(digits)
 
 
@@ -107,13 +107,13 @@ class Page:
         self._searched = 0  # milliseconds
 
     def text_filter(self) -> str:
-        """Return the text to look for in payloads. Raises PgqueBadArgument where they are hidden.
+        """Return the text to look for in payloads. Raises PgqueBadArgumentError where they are hidden.
 
         To find a payload is to show it. Without the text, an action on all that match would be one on all.
         """
         wanted = self.form.get("text")
         if wanted and self.site.config.hide_payloads:
-            raise PgqueBadArgument(
+            raise PgqueBadArgumentError(
                 "payloads are hidden, so this page does not search in them", hint="Leave the text out."
             )
         return wanted
@@ -150,7 +150,7 @@ class Page:
         if self.session.rights is None or time.monotonic() - self.session.rights[0] > RIGHTS_KEPT:
             try:
                 rows = self.rows("select * from pgque.my_rights() limit %s", [MOST_RIGHTS])
-            except PgquePermissionDenied:
+            except PgquePermissionDeniedError:
                 rows = []
             self.session.rights = time.monotonic(), {row["queue_name"]: row for row in rows}
         return bool(self.session.rights[1].get(queue, {}).get(right))
@@ -177,7 +177,7 @@ class Page:
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         except UnicodeEncodeError as error:
-            raise PgqueBadArgument("a text is not valid Unicode") from error
+            raise PgqueBadArgumentError("a text is not valid Unicode") from error
 
     def search(self, query: LiteralString, parameters: Parameters = ()) -> list[Row] | None:
         """Return the rows of a query that may read very much, or None if it was stopped for that.

@@ -9,7 +9,7 @@ from uuid import UUID
 
 from starlette.responses import Response
 
-from ..errors import PgqueBadArgument, PgqueBatchNotFound
+from ..errors import PgqueBadArgumentError, PgqueBatchNotFoundError
 from ..ops.overview import MOST_READERS, READERS_QUERY, WORKERS_QUERY
 from . import chart, overview
 from .page import Page, Row
@@ -179,7 +179,7 @@ def reclaim_worker(page: Page) -> Response:
     )
     count = 0
     for row in batches:
-        with suppress(PgqueBatchNotFound):
+        with suppress(PgqueBatchNotFoundError):
             count += page.value("select pgque.release(%s)", [row["batch_id"]])
     return page.done(
         f"Released {count:,} {'message' if count == 1 else 'messages'} of worker {worker}."
@@ -260,11 +260,11 @@ def _start_at(page: Page, wanted: str) -> str:
 
 
 def _incarnation(text: str) -> UUID | None:
-    """Return the field of the form, None if it has none. Raises PgqueBadArgument."""
+    """Return the field of the form, None if it has none. Raises PgqueBadArgumentError."""
     try:
         return UUID(text) if text else None
     except ValueError:
-        raise PgqueBadArgument(f"the field incarnation is no UUID: {text[:50]!r}") from None
+        raise PgqueBadArgumentError(f"the field incarnation is no UUID: {text[:50]!r}") from None
 
 
 def seek(page: Page) -> Response:
@@ -272,7 +272,7 @@ def seek(page: Page) -> Response:
     name, consumer, info = _position(page)
     tick = page.form.number("tick")
     if info["role"] != "normal":
-        raise PgqueBadArgument(f"consumer {consumer} has workers, so it cannot be moved")
+        raise PgqueBadArgumentError(f"consumer {consumer} has workers, so it cannot be moved")
     at = page.value(
         "select pgque.seek(%s, %s, %s, force => true, incarnation => %s)",
         [name, consumer, tick, _incarnation(page.form.get("incarnation"))],

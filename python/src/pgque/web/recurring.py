@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgumentError
 from .page import Page
 
 MOST = 500
@@ -37,4 +37,4 @@ def do(page: Page) -> Response:
     if action == "resume":
         page.value("select pgque.resume_recurring(%s)", [name])
         return page.done(f"{name} is active again. Runs that were missed are not caught up.", "/recurring")
-    raise PgqueBadArgument(f"no such action: {action[:50]!r}")
+    raise PgqueBadArgumentError(f"no such action: {action[:50]!r}")

@@ -6,7 +6,7 @@ import re
 
 from starlette.responses import Response
 
-from ..errors import PgqueBadArgument, PgqueError
+from ..errors import PgqueBadArgumentError, PgqueError
 from .page import Page
 
 FIELDS = ("type", "kind", "payload", "headers", "key", "delay", "deliver_at", "ttl", "partition_key")
@@ -66,4 +66,4 @@ def _bytes(text: str) -> bytes:
     try:
         return bytes.fromhex(text.removeprefix("\\x"))
     except ValueError as error:
-        raise PgqueBadArgument("the payload is no hexadecimal number", hint="As in 00 ff 1e.") from error
+        raise PgqueBadArgumentError("the payload is no hexadecimal number", hint="As in 00 ff 1e.") from error

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from .config import Config, Database
-from .database import Connections, LoginRefused
+from .database import Connections, LoginRefusedError
 from .jobs import Job
 
 ATTEMPTS = 5  # failed logins of one address as one role, and then
@@ -107,7 +107,7 @@ class Sessions:
     def begin(self, database: Database, user: str, connections: Connections) -> Session:
         """Return a new session. If there are too many, one of the role that has the most ends.
 
-        Raises LoginRefused if work goes on in all of that role's sessions.
+        Raises LoginRefusedError if work goes on in all of that role's sessions.
         """
         session = Session(secrets.token_urlsafe(32), database, user, connections)
         with self._lock:
@@ -116,7 +116,7 @@ class Sessions:
                 key = self._spare(session)
                 if key is None:
                     connections.close()
-                    raise LoginRefused(
+                    raise LoginRefusedError(
                         "This role is logged in too often. Log out elsewhere, or try again later."
                     )
                 ended.append(self._held.pop(key))

@@ -27,13 +27,13 @@ except ImportError as _error:
     ) from _error
 
 from ..errors import (
-    PgqueBadArgument,
+    PgqueBadArgumentError,
     PgqueConnectionError,
-    PgqueConsumerNotFound,
+    PgqueConsumerNotFoundError,
     PgqueError,
-    PgqueMessageNotFound,
-    PgquePermissionDenied,
-    PgqueQueueNotFound,
+    PgqueMessageNotFoundError,
+    PgquePermissionDeniedError,
+    PgqueQueueNotFoundError,
 )
 from . import actions, archive, dead, failing, login, messages, overview, queue, recurring, send, streams
 from .config import Config
@@ -190,7 +190,7 @@ class Site(Shared):
         try:
             form = Form.read(fields)
             if not reads and form.get("once") and not session.once(sent):
-                raise PgqueBadArgument(
+                raise PgqueBadArgumentError(
                     "this form was sent already, and it runs only once",
                     hint="Check its result; it may take a while. Then reload the page to send it again.",
                 )
@@ -200,7 +200,7 @@ class Site(Shared):
                 if reads:
                     return handler(page)
                 if not page.writable:
-                    raise PgquePermissionDenied(
+                    raise PgquePermissionDeniedError(
                         "this page is read only", hint="Log in to the primary server."
                     )
                 try:
@@ -208,7 +208,7 @@ class Site(Shared):
                 finally:
                     self.samples.forget(session.database)
         except PgqueError as error:
-            if not isinstance(error, (PgqueConnectionError, PgqueBadArgument)):
+            if not isinstance(error, (PgqueConnectionError, PgqueBadArgumentError)):
                 session.forms.pop(sent, None)  # nothing was done
             back = Form.read(fields).get("back") if not reads else ""
             if back and not isinstance(error, PgqueConnectionError):
@@ -309,12 +309,12 @@ class Site(Shared):
 
 
 _STATUS: dict[type[PgqueError], int] = {
-    PgqueQueueNotFound: 404,
-    PgqueConsumerNotFound: 404,
-    PgqueMessageNotFound: 404,
-    PgquePermissionDenied: 403,
+    PgqueQueueNotFoundError: 404,
+    PgqueConsumerNotFoundError: 404,
+    PgqueMessageNotFoundError: 404,
+    PgquePermissionDeniedError: 403,
     PgqueConnectionError: 503,
-    PgqueBadArgument: 400,
+    PgqueBadArgumentError: 400,
 }
 
 

@@ -19,7 +19,7 @@ def confirm(context, order_id):
         raise pgque.Dead("no address")
     if context.attempt == 1 and order.address.startswith("joe"):
         print(f"attempt 1 for {order.address}: the mail server is busy", flush=True)
-        raise pgque.Retry(after=0, reason="the mail server is busy")
+        raise pgque.Retry(retry_after=0, reason="the mail server is busy")
     order.confirmed = True
     order.save(update_fields=["confirmed"])
     print(f"confirmed to {order.address}", flush=True)

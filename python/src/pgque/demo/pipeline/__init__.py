@@ -111,8 +111,8 @@ def _prepare(place: Place) -> dict[str, str]:
     """Make queues, tables and a role that may use them and no more; return libpq's variables for it."""
     password = secrets.token_hex(16)
     with connect(place.dsn, autocommit=True) as client:
-        client.create_queue("packages")
-        client.create_queue("changes")
+        client.admin.create_queue("packages")
+        client.admin.create_queue("changes")
         client.subscribe("changes", "tally")
         for consumer in ("changes", "totals"):  # before the first record is sent, so that they miss none
             client.subscribe("packages", consumer)
@@ -245,10 +245,10 @@ def _drain(client: PgqueClient) -> None:
     """Wait until the plain consumer has received all that was sent."""
     client.force_next_tick("changes")
     client.ticker("changes")
-    last = client.get_queue_info("changes")[0].last_tick_id or 0
+    last = client.monitor.get_queue_info("changes")[0].last_tick_id or 0
     deadline = time.monotonic() + STALLED
     while (
-        client.get_consumer_info("changes", "tally")[0].last_tick or 0
+        client.consumers.get_info("changes", "tally")[0].last_tick or 0
     ) < last and time.monotonic() < deadline:
         time.sleep(0.1)
 

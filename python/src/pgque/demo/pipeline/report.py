@@ -56,7 +56,7 @@ class Check:
 def checks(client: PgqueClient, sent: Records) -> list[Check]:
     """Compare the dead letters, the totals and the changes with the input, as multisets."""
     put_in = Counter(sent.stanzas)
-    dead = Counter(letter.ev_data or "" for letter in client.dlq_inspect("packages", 1_000_000))
+    dead = Counter(letter.ev_data or "" for letter in client.dlq.inspect("packages", 1_000_000))
     good = put_in - dead
     names: Counter[tuple[str, ...]] = Counter()
     packages: Counter[tuple[str, str]] = Counter()
@@ -126,7 +126,7 @@ def report(client: PgqueClient, sent: Records, run: Run, console: Console) -> bo
 
 def _dead_letters(client: PgqueClient, console: Console) -> None:
     groups: dict[str, list[str]] = {}
-    for letter in client.dlq_inspect("packages", 1_000_000):
+    for letter in client.dlq.inspect("packages", 1_000_000):
         name = records.field(letter.ev_data or "", "Package") or "without a name"
         groups.setdefault(letter.dl_reason or "", []).append(name)
     table = Table(title="Dead letters of consumer totals", title_justify="left")

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from ....errors import PgqueConsumerNotFound, PgqueError, PgqueQueueNotFound, PgqueVersionError
+from ....errors import PgqueConsumerNotFoundError, PgqueError, PgqueQueueNotFoundError, PgqueVersionError
 from ....twins.workers import Worker
 from ....types import Message
 
@@ -80,7 +80,7 @@ class Command(BaseCommand):
             raise CommandError(
                 f"{error}\nhint: pgque.django.Install() in a migration installs pgque, Upgrade() upgrades it"
             ) from error
-        except (PgqueQueueNotFound, PgqueConsumerNotFound) as error:
+        except (PgqueQueueNotFoundError, PgqueConsumerNotFoundError) as error:
             raise CommandError(
                 f"{error}\nhint: see manage.py check --deploy --database {backend.database}"
             ) from error
