@@ -592,7 +592,7 @@ def test_what_is_read_only_leaves_no_setting_to_the_other_clients_of_a_pooler(
 
 
 _OPENING = {"ConnectionPool", "AsyncConnectionPool"}
-_CLASSES = {"psycopg", "Connection", "AsyncConnection"}
+_CLASSES = {"psycopg", "Connection", "AsyncConnection", "LimitedConnection", "AsyncLimitedConnection"}
 
 
 def _opens(call: ast.Call) -> bool:
