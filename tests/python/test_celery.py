@@ -20,6 +20,7 @@ from urllib.parse import quote, urlencode
 import psycopg
 import pytest
 from celery import Celery
+from celery.app.task import Context
 from kombu import Connection as Broker
 from kombu import Consumer, Exchange, Producer, Queue
 from kombu.exceptions import ChannelError, OperationalError
@@ -621,6 +622,14 @@ def test_what_does_not_apply_to_a_queue_is_refused(broker: Broker) -> None:
         Consumer(channel, [Queue("results", auto_delete=True)]).consume()
     with pytest.raises(pgque.PgqueBadArgumentError, match="sslmode"):
         Broker("pgque://here/shop", ssl=True).connect()
+
+
+def test_a_worker_whose_results_go_to_rpc_is_told_to_use_another_backend(shop: Shop) -> None:
+    app = Celery("answers", broker=broker_url(shop.dsn), backend="rpc://")
+    sender = Context(reply_to=secrets.token_hex(4), correlation_id="1")
+    with pytest.raises(pgque.PgqueQueueNotFoundError) as refused:
+        app.backend.store_result("1", 7, "SUCCESS", request=sender)
+    assert "not rpc://" in (refused.value.hint or "")
 
 
 def test_applications_with_prefixes_share_a_database(shop: Shop) -> None:

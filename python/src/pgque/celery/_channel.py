@@ -26,7 +26,7 @@ from ..types import Event
 from . import _bulk
 from ._logs import latest_tick
 from ._receiver import Receiver
-from ._wire import Raw, event_of
+from ._wire import NO_TASK, Raw, event_of
 from ._worker import is_known
 
 log = logging.getLogger("pgque.celery")
@@ -48,6 +48,7 @@ _NEEDS_CONSUMER = (
     "The role may not create the queue, or it was dropped meanwhile. As a pgque_admin:"
     " select pgque.create_queue('{queue}'); select pgque.subscribe('{queue}', '{consumer}');"
 )
+_NEEDS_BACKEND = "For results, use a backend that keeps them, as db+postgresql://, not rpc://"
 _NEEDS_LOG = "The role may not create the queue. As a pgque_admin: select pgque.create_queue('{queue}');"
 
 
@@ -279,6 +280,8 @@ class Channel(virtual.Channel):
                 client.send(name, event)
             except PgqueQueueNotFoundError as error:
                 error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=self.broker.options.consumer)
+                if event.type == NO_TASK:  # a worker publishes the result of a task to the queue of its sender
+                    error.hint = f"{_NEEDS_BACKEND}. {error.hint}"
                 raise
 
     def _send_to_log(self, exchange: str, routing_key: str, event: Event) -> None:
@@ -316,7 +319,7 @@ class Channel(virtual.Channel):
         if queue in broker.readers and not any(self.state.queue_bindings(queue)):
             raise ChannelError(
                 f"queue {queue!r} goes with its process and is bound to no exchange, so that no message would"
-                " reach it. For results, use a backend that keeps them, as db+postgresql://, not rpc://",
+                f" reach it. {_NEEDS_BACKEND}",
                 (60, 20),
                 "Channel.basic_consume",
                 "403",

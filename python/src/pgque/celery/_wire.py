@@ -14,6 +14,9 @@ from ..types import Event
 # A message as kombu's virtual transports have it: body, headers, properties.
 Raw = dict[str, Any]
 
+# The type of a message that is no task
+NO_TASK = "message"
+
 
 def event_of(raw: Mapping[str, Any]) -> Event:
     """Return what to send for a message. A task with an ETA is delayed in the database until then, and a
@@ -21,7 +24,7 @@ def event_of(raw: Mapping[str, Any]) -> Event:
     headers = raw.get("headers") or {}
     expiration = raw["properties"].get("expiration")  # milliseconds, as a text
     return Event(
-        type=str(headers.get("task") or "message"),
+        type=str(headers.get("task") or NO_TASK),
         payload=dumps(raw),
         deliver_at=_eta(headers.get("eta")),
         ttl=None if expiration is None else max(int(expiration), 1) / 1000,
