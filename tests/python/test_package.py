@@ -93,7 +93,9 @@ print(json.dumps(told))
 """
     told = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
     assert {name for name, warned in told.items() if not warned} == {"embedded", "exporter"}
-    assert told["workers"] == ["the module pgque.workers is now pgque.twins.workers"]
+    assert told["workers"] == [
+        "the module pgque.workers is now pgque.twins.workers: import public names from pgque"
+    ]
 
 
 def test_an_earlier_module_path_that_is_documented_has_types() -> None:

@@ -48,7 +48,7 @@ class _Finder:
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__.rpartition(".")[2]
         if name not in DOCUMENTED:
-            told = f"the module pgque.{name} is now pgque.{EARLIER[name]}"
+            told = f"the module pgque.{name} is now pgque.{EARLIER[name]}: import public names from pgque"
             warnings.warn(told, DeprecationWarning, stacklevel=2)
         sys.modules[module.__name__] = import_module(f"pgque.{EARLIER[name]}")
 
