@@ -711,12 +711,12 @@ def test_a_call_that_the_driver_stops_waiting_for_raises_a_timeout(dsn: str, que
 def _refused() -> list[tuple[str, Callable[[], Any], bool, str]]:
     """What is passed, whether to an asynchronous call, and what the error says."""
     return [
-        ("a client", lambda: pgque.PgqueClient.__new__(pgque.PgqueClient), False, "method of the same name"),
+        ("a client", lambda: pgque.PgqueClient.__new__(pgque.PgqueClient), False, "pass its conn, or call"),
         (
             "an async client",
             lambda: pgque.AsyncPgqueClient.__new__(pgque.AsyncPgqueClient),
             True,
-            "method of the same",
+            "pass its conn, or call its method of the same",
         ),
         (
             "an engine",

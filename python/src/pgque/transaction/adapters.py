@@ -254,7 +254,7 @@ def _refusal(target: object, *, is_async: bool) -> TypeError:
         begin = "async with" if cls.__name__.lower().startswith("async") else "with"
         return TypeError(f"{name} is no connection: pass one of it, as in: {begin} engine.begin() as conn")
     if cls.__name__ in _CLIENTS:
-        return TypeError(f"{name} is no connection: call its method of the same name")
+        return TypeError(f"{name} is no connection: pass its conn, or call its method of the same name")
     if isinstance(target, str):
         return TypeError("a text is no connection: open one, as with pgque.connect_async(dsn)")
     if re.search("connection|cursor|session|pool|databasewrapper", cls.__name__.lower()) and _library(target):
