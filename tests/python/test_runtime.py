@@ -326,18 +326,18 @@ def test_each_retry_has_its_pause_and_the_last_pause_is_that_of_all_further_ones
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "error", "told"),
     [
-        ({"retry_on": "ConnectionError"}, TypeError),
-        ({"dead_on": [int]}, TypeError),
-        ({"backoff": -1}, pgque.PgqueBadArgumentError),
-        ({"backoff": ()}, pgque.PgqueBadArgumentError),
+        ({"retry_on": "ConnectionError"}, TypeError, "retry_on .* not 'ConnectionError'"),
+        ({"dead_on": [int]}, TypeError, "dead_on"),
+        ({"backoff": -1}, pgque.PgqueBadArgumentError, "backoff"),
+        ({"backoff": ()}, pgque.PgqueBadArgumentError, "backoff"),
     ],
 )
 def test_what_is_no_class_of_errors_and_no_pause_is_refused(
-    options: dict[str, Any], error: type[Exception]
+    options: dict[str, Any], error: type[Exception], told: str
 ) -> None:
-    with pytest.raises(error, match=next(iter(options))):
+    with pytest.raises(error, match=told):
         pgque.Worker(queue="q", consumer="c").handler("t", **options)
 
 

@@ -75,7 +75,7 @@ def retries(
 
 
 def _classes(given: ErrorClasses, name: str) -> tuple[type[BaseException], ...]:
-    found = (given,) if isinstance(given, type) else tuple(given)
+    found = (given,) if isinstance(given, type | str) else tuple(given)
     for each in found:
         if not (isinstance(each, type) and issubclass(each, BaseException)):
             raise TypeError(f"{name} takes classes of errors, such as ConnectionError, not {each!r}")
