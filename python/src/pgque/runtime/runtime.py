@@ -271,8 +271,9 @@ class AsyncRuntime:
 
         Args:
             type: the message type.
-            retry_on: errors after which the message is redelivered, until `max_retries` of the queue are used
-                up; it is given up after all others. None is all errors.
+            retry_on: errors after which the message is redelivered, until its last attempt, as
+                `max_receive_attempts` and `max_retries` of the queue have it; it is given up after all
+                others. A handler beyond its time limit is retried. None is all errors.
             dead_on: errors after which the message is given up at once, also if `retry_on` has a base class
                 of theirs.
             backoff: seconds before the first retry, the second, and so on; the last is for all further ones,
