@@ -280,7 +280,7 @@ class Channel(virtual.Channel):
                 client.send(name, event)
             except PgqueQueueNotFoundError as error:
                 error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=self.broker.options.consumer)
-                if event.type == NO_TASK:  # a worker publishes the result of a task to the queue of its sender
+                if event.type == NO_TASK:  # perhaps the result of a task, for the queue of its sender
                     error.hint = f"{_NEEDS_BACKEND}. {error.hint}"
                 raise
 
