@@ -612,3 +612,41 @@ def test_a_batch_handler_is_called_without_a_server() -> None:
             call(store, worker=worker, **options)
     with pytest.raises(pgque.PgqueBadArgumentError, match="no handler"):
         testing.call(print, 1, worker=worker, conn=written)
+
+
+@pytest.mark.parametrize("made", [pgque.Worker, pgque.AsyncWorker])
+def test_a_hook_that_ends_one_message_of_a_batch_ends_no_other(made: Made) -> None:
+    worker = made(queue="q", consumer="c")
+    handled: list[str | None] = []
+    told: list[tuple[str | None, str]] = []
+
+    def check(message: pgque.Message) -> None:
+        if message.payload == "closed":
+            raise pgque.Dead("closed")
+        if message.payload == "broken":
+            raise ValueError("broken")
+
+    register(worker, worker.before, check)
+    register(worker, worker.after, lambda message, returned: told.append((message.payload, repr(returned))))
+    register(worker, worker.error, lambda message, error: told.append((message.payload, repr(error))))
+
+    def store(messages: list[pgque.Message]) -> pgque.Outcomes:
+        handled.extend(message.payload for message in messages)
+        return pgque.Outcomes({messages[-1].msg_id: pgque.Retry(reason="later")})
+
+    batch = register(worker, worker.batch_handler("t"), store)
+    outcomes = testing.call(batch, payloads=["a", "closed", "broken", "b"], worker=worker)
+    assert [(outcome.action, outcome.reason) for outcome in outcomes] == [
+        ("ack", None),
+        ("dead", "closed"),
+        ("nack", "ValueError: broken"),
+        ("nack", "later"),
+    ]
+    assert handled == ["a", "b"]
+    assert told == [
+        ("a", "None"),
+        ("closed", "Dead('closed')"),
+        ("broken", "ValueError('broken')"),
+        ("b", "Retry('later')"),
+    ]
+    assert [each.action for each in testing.call(batch, payloads=["closed"], worker=worker)] == ["dead"]

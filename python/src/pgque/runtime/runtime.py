@@ -42,7 +42,7 @@ from .handlers import Handlers, Options, Registered, call_async, check_async_han
 from .leases import kept
 from .listen import TickWatch, listen, queue_of
 from .liveness import Liveness
-from .middleware import Middleware, failure_in, returned_for
+from .middleware import Middleware, failure_in, merged, returned_for
 from .min_interval import check_min_interval, next_receive_at
 from .options import settings_of
 from .queue_settings import QueueSettings
@@ -992,8 +992,8 @@ class AsyncRuntime:
         of. Raises what the handler or a hook raises."""
         if handler.options.size is None:
             return self._middleware.call_async(handler.call, messages, messages[0], *more)
-        call = self._call_together
-        return self._middleware.call_async(call, messages, handler, messages, *more)
+        call = partial(self._call_together, handler)
+        return self._middleware.call_async(call, messages, messages, *more)
 
     def _outcomes(
         self, handler: Registered, messages: Sequence[Message], returned: object
@@ -1020,10 +1020,7 @@ class AsyncRuntime:
         """Call a batch handler with what its annotation asks for. A message that does not fit fails alone."""
         given, failed = handler.read(messages)
         returned = await call_async(handler.call, given, *more) if given else None
-        if failed:
-            rest = {message.msg_id: returned_for(message, returned) for message in messages}
-            return Outcomes({**rest, **failed})
-        return returned
+        return merged(messages, returned, failed) if failed else returned
 
     def _wake_if_due(self) -> None:
         if len(self._finished) >= self._wake_at:

@@ -43,7 +43,7 @@ from ..runtime.handlers import Handlers, Options, Registered, call, check_handle
 from ..runtime.leases import kept
 from .listen import TickWatch, listen, queue_of
 from ..runtime.liveness import Liveness
-from ..runtime.middleware import Middleware, failure_in, returned_for
+from ..runtime.middleware import Middleware, failure_in, merged, returned_for
 from ..runtime.min_interval import check_min_interval, next_receive_at
 from ..runtime.options import settings_of
 from ..runtime.queue_settings import QueueSettings
@@ -993,8 +993,8 @@ class Runtime:
         of. Raises what the handler or a hook raises."""
         if handler.options.size is None:
             return self._middleware.call(handler.call, messages, messages[0], *more)
-        call = self._call_together
-        return self._middleware.call(call, messages, handler, messages, *more)
+        call = partial(self._call_together, handler)
+        return self._middleware.call(call, messages, messages, *more)
 
     def _outcomes(
         self, handler: Registered, messages: Sequence[Message], returned: object
@@ -1021,10 +1021,7 @@ class Runtime:
         """Call a batch handler with what its annotation asks for. A message that does not fit fails alone."""
         given, failed = handler.read(messages)
         returned = call(handler.call, given, *more) if given else None
-        if failed:
-            rest = {message.msg_id: returned_for(message, returned) for message in messages}
-            return Outcomes({**rest, **failed})
-        return returned
+        return merged(messages, returned, failed) if failed else returned
 
     def _wake_if_due(self) -> None:
         if len(self._finished) >= self._wake_at:
