@@ -650,3 +650,26 @@ def test_a_hook_that_ends_one_message_of_a_batch_ends_no_other(made: Made) -> No
         ("b", "Retry('later')"),
     ]
     assert [each.action for each in testing.call(batch, payloads=["closed"], worker=worker)] == ["dead"]
+
+
+@dataclass
+class Checked:
+    id: int
+
+    def __post_init__(self) -> None:
+        {1: "one"}[self.id]
+
+
+@pytest.mark.parametrize("made", [pgque.Worker, pgque.AsyncWorker])
+def test_a_model_that_raises_an_error_of_its_own_fails_for_its_message_alone(made: Made) -> None:
+    worker = made(queue="q", consumer="c")
+
+    def store(orders: list[Checked]) -> None:
+        assert orders == [Checked(1)]
+
+    batch = register(worker, worker.batch_handler("t", dead_on=KeyError), store)
+    outcomes = testing.call(batch, payloads=[{"id": 2}, {"id": 1}], worker=worker)
+    assert [(outcome.action, outcome.reason) for outcome in outcomes] == [
+        ("dead", "KeyError: 2"),
+        ("ack", None),
+    ]
