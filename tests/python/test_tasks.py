@@ -673,3 +673,26 @@ def test_a_model_that_raises_an_error_of_its_own_fails_for_its_message_alone(mad
         ("dead", "KeyError: 2"),
         ("ack", None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "problem"),
+    [
+        (lambda msg_id: pgque.Outcomes({msg_id + 7: pgque.Dead()}), "it did not get: {8}"),
+        (lambda msg_id: {msg_id: pgque.Dead()}, "outcomes in a dict"),
+        (lambda msg_id: [ValueError()], "outcomes in a list"),
+    ],
+)
+def test_outcomes_of_a_batch_that_would_be_ignored_are_an_error(
+    outcomes: Callable[[int], object], problem: str
+) -> None:
+    """Also beside a message that does not fit."""
+    worker = pgque.Worker(queue="q", consumer="c")
+
+    @worker.batch_handler("t")
+    def store(messages: list[pgque.Message[Order]]) -> object:
+        return outcomes(messages[0].msg_id)
+
+    for payloads in ([Order(1)], [Order(1), {}]):
+        for outcome in testing.call(store, payloads=payloads, worker=worker):
+            assert outcome.action == "nack" and problem in str(outcome.reason)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import Literal, TypeVar
 
+from ..errors import PgqueBadArgumentError
 from ..outcomes import HandlerOutcome, Outcomes
 from ..types import Message
 from .handlers import call, call_async
@@ -167,6 +168,25 @@ class Middleware:
 
     def _log_failed(self, message: Message, error: Exception) -> None:
         self._log.error("an error hook failed for message %s", message.msg_id, exc_info=error)
+
+
+def check_returned(messages: Sequence[Message], returned: object) -> None:
+    """Raise PgqueBadArgumentError where a batch handler returned outcomes of messages that it did not get, or
+    outcomes that are no Outcomes, which would count as a success."""
+    if isinstance(returned, Outcomes):
+        if unknown := returned.keys() - {message.msg_id for message in messages}:
+            raise PgqueBadArgumentError(
+                f"the handler returned outcomes of messages that it did not get: {unknown}"
+            )
+        return
+    if not isinstance(returned, (Mapping, list, tuple)):
+        return
+    values = list(returned.values() if isinstance(returned, Mapping) else returned)
+    if any(isinstance(value, (HandlerOutcome, Exception)) for value in values):
+        raise PgqueBadArgumentError(
+            f"the handler returned outcomes in a {type(returned).__name__}",
+            hint="Return pgque.Outcomes({message.msg_id: outcome}).",
+        )
 
 
 def returned_for(message: Message, returned: object) -> object:

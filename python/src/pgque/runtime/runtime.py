@@ -32,7 +32,7 @@ from ..codec.json import Encoder
 from ..codec.payloads import BadPayload, Decoder
 from ..errors import PgqueBadArgumentError, PgqueError, PgqueMessageNotFoundError, PgquePayloadError, one_line
 from ..integrations import telemetry
-from ..outcomes import HandlerOutcome, Outcomes, retry_interval
+from ..outcomes import HandlerOutcome, retry_interval
 from ..types import Event, Message, Payload, Seconds
 from . import batches
 from .batches import ACK, ARCHIVE, RELEASE, Batch, Item, MessageOutcome, Running, Statement
@@ -42,7 +42,7 @@ from .handlers import Handlers, Options, Registered, call_async, check_async_han
 from .leases import kept
 from .listen import TickWatch, listen, queue_of
 from .liveness import Liveness
-from .middleware import Middleware, failure_in, merged, returned_for
+from .middleware import Middleware, check_returned, failure_in, merged, returned_for
 from .min_interval import check_min_interval, next_receive_at
 from .options import settings_of
 from .queue_settings import QueueSettings
@@ -1002,12 +1002,6 @@ class AsyncRuntime:
         if handler.options.size is None:
             message = messages[0]
             return {message.msg_id: self._outcome(message, returned)}
-        if isinstance(returned, Outcomes):
-            ids = {message.msg_id for message in messages}
-            if unknown := returned.keys() - ids:
-                raise PgqueBadArgumentError(
-                    f"the handler returned outcomes of messages that it did not get: {unknown}"
-                )
         found: dict[int, MessageOutcome] = {}
         for message in messages:
             if (error := failure_in(message, returned)) is not None:
@@ -1020,6 +1014,7 @@ class AsyncRuntime:
         """Call a batch handler with what its annotation asks for. A message that does not fit fails alone."""
         given, failed = handler.read(messages)
         returned = await call_async(handler.call, given, *more) if given else None
+        check_returned(messages, returned)
         return merged(messages, returned, failed) if failed else returned
 
     def _wake_if_due(self) -> None:

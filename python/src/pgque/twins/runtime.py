@@ -33,7 +33,7 @@ from ..codec.json import Encoder
 from ..codec.payloads import BadPayload, Decoder
 from ..errors import PgqueBadArgumentError, PgqueError, PgqueMessageNotFoundError, PgquePayloadError, one_line
 from ..integrations import telemetry
-from ..outcomes import HandlerOutcome, Outcomes, retry_interval
+from ..outcomes import HandlerOutcome, retry_interval
 from ..types import Event, Message, Payload, Seconds
 from ..runtime import batches
 from ..runtime.batches import ACK, ARCHIVE, RELEASE, Batch, Item, MessageOutcome, Running, Statement
@@ -43,7 +43,7 @@ from ..runtime.handlers import Handlers, Options, Registered, call, check_handle
 from ..runtime.leases import kept
 from .listen import TickWatch, listen, queue_of
 from ..runtime.liveness import Liveness
-from ..runtime.middleware import Middleware, failure_in, merged, returned_for
+from ..runtime.middleware import Middleware, check_returned, failure_in, merged, returned_for
 from ..runtime.min_interval import check_min_interval, next_receive_at
 from ..runtime.options import settings_of
 from ..runtime.queue_settings import QueueSettings
@@ -1003,12 +1003,6 @@ class Runtime:
         if handler.options.size is None:
             message = messages[0]
             return {message.msg_id: self._outcome(message, returned)}
-        if isinstance(returned, Outcomes):
-            ids = {message.msg_id for message in messages}
-            if unknown := returned.keys() - ids:
-                raise PgqueBadArgumentError(
-                    f"the handler returned outcomes of messages that it did not get: {unknown}"
-                )
         found: dict[int, MessageOutcome] = {}
         for message in messages:
             if (error := failure_in(message, returned)) is not None:
@@ -1021,6 +1015,7 @@ class Runtime:
         """Call a batch handler with what its annotation asks for. A message that does not fit fails alone."""
         given, failed = handler.read(messages)
         returned = call(handler.call, given, *more) if given else None
+        check_returned(messages, returned)
         return merged(messages, returned, failed) if failed else returned
 
     def _wake_if_due(self) -> None:
