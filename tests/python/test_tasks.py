@@ -696,3 +696,30 @@ def test_outcomes_of_a_batch_that_would_be_ignored_are_an_error(
     for payloads in ([Order(1)], [Order(1), {}]):
         for outcome in testing.call(store, payloads=payloads, worker=worker):
             assert outcome.action == "nack" and problem in str(outcome.reason)
+
+
+@pytest.mark.parametrize("made", [pgque.Worker, pgque.Consumer])
+@pytest.mark.parametrize("bad", ["not JSON", "0"])
+def test_a_message_that_fails_its_batch_again_and_again_is_alone_in_the_end(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, made: Made, bad: str
+) -> None:
+    """Whether its payload is bad or the handler raises."""
+    client.admin.set_queue_config(pool, "max_retries", 3)
+    worker = made(dsn, queue=pool, consumer="c", retry_after=0, concurrency=1)
+    calls: list[int] = []
+    handled: list[int] = []
+
+    @worker.batch_handler("t", size=100)
+    def store(messages: list[pgque.Message]) -> None:
+        calls.append(len(messages))
+        handled.extend([len(messages) // message.value for message in messages])
+
+    _send(client, pool, tick, *["1"] * 30, bad, *["1"] * 9)
+    for _ in range(4):
+        run(worker, until_idle=True)
+        client.consumers.retry_now(pool, "c")
+        client.force_next_tick(pool)
+        tick(pool)
+    assert list(_reasons(client, pool)) == [bad]
+    assert len(handled) == 39
+    assert calls[:5] == [40, 10, 10, 10, 10] and set(calls[5:]) == {1}

@@ -301,7 +301,8 @@ class Runtime:
         without one. It may ask for a `list[Message[Model]]` or a `list[Model]`.
 
         It is called with what one receive brought, in order. If it returns, all are acknowledged; if it
-        raises, all are rejected. It may return a `Retry`, `Dead` or `Release` for all of them, or `Outcomes`
+        raises, all are rejected, and redelivered in calls of a tenth of the size, so that one that fails is
+        alone in the end. It may return a `Retry`, `Dead` or `Release` for all of them, or `Outcomes`
         of single ones. A message that does not fit the Model fails by itself. With `transactional=True` what
         it writes is kept unless it raises or all messages are redelivered. Hooks are called for each message.
 
@@ -709,14 +710,16 @@ class Runtime:
         """Return the calls of batch handlers, and the other messages."""
         items: list[Item] = []
         rest: list[Message] = []
-        by_handler: dict[int, tuple[int, list[Message]]] = {}
+        by_call: dict[tuple[int, int], list[Message]] = {}
         for message in received:
             handler = self._find(message)
             if handler is None or handler.options.size is None:
                 rest.append(message)
             else:
-                by_handler.setdefault(id(handler), (handler.options.size, []))[1].append(message)
-        for size, messages in by_handler.values():
+                # In smaller and smaller calls after errors, so that a message that fails is alone in the end.
+                size = max(1, handler.options.size // 10 ** (message.retry_count or 0))
+                by_call.setdefault((id(handler), size), []).append(message)
+        for (_, size), messages in by_call.items():
             calls = [messages[i : i + size] for i in range(0, len(messages), size)]
             items += [Item(batch, call, together=True) for call in calls]
         return items, rest
@@ -1062,7 +1065,7 @@ class Runtime:
         settings = QueueSettings(first.queue or self.queue) if source is None else source.settings
         is_bad = isinstance(error, PgquePayloadError)
         given_up_for: str | None = None
-        if is_bad and self.bad_payload == "dead":
+        if is_bad and self.bad_payload == "dead" and len(messages) == 1:  # else it is not known whose
             given_up_for = "a bad payload"
         elif self._handlers.options(first).retries.gives_up(error):
             given_up_for = f"this class of errors (handler of {first.type!r})"
