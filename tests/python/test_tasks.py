@@ -426,6 +426,10 @@ def test_what_cannot_be_a_batch_handler_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"such as list\[Message\]"):
         worker.batch_handler("t")(of_one)
+    def of_many(messages: list[pgque.Message]) -> None: ...
+
+    with pytest.raises(TypeError, match="use batch_handler for lists"):
+        worker.handler("t")(of_many)
     with pytest.raises(TypeError, match="called with the list of messages"):
         worker.batch_handler("t")(lambda: None)
     with pytest.raises(ValueError, match="size"):
