@@ -517,6 +517,55 @@ def test_the_thread_of_a_cancelled_message_goes_on_and_its_outcome_does_not_coun
     assert list(_reasons(client, pool)) == ["next"]
 
 
+def test_a_message_that_is_cancelled_as_its_handler_returns_is_not_handled_again(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, ledger: Callable[[], list[str]]
+) -> None:
+    """And the next one, which the worker is at when it learns that, is not left until its lease expires."""
+    release = threading.Event()
+    is_next, is_known = threading.Event(), threading.Event()
+    calls: list[str | None] = []
+
+    class Asking(pgque.Worker):
+        def _has_message(self, *asked: Any) -> bool:
+            found = super()._has_message(*asked)
+            if not found:
+                release.set()
+                is_next.wait(20)
+            return found
+
+        def _leave(self, *left: Any) -> None:
+            super()._leave(*left)
+            is_known.set()
+
+    worker = Asking(
+        dsn,
+        queue=pool,
+        consumer="c",
+        transactional=True,
+        concurrency=1,
+        visibility_timeout=1,
+        min_interval=0.01,
+    )
+
+    @worker.handler("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        calls.append(message.payload)
+        if message.payload == "cancelled":
+            release.wait(20)
+        elif not is_known.is_set():
+            is_next.set()
+            is_known.wait(20)
+        own.execute("insert into batch_ledger values (%s)", [message.payload])
+
+    first, *_ = _send(client, pool, tick, "cancelled", "next", "last")
+    with running(worker):
+        wait_until(lambda: calls == ["cancelled"])
+        client.cancel(pool, first)
+        wait_until(lambda: client.messages.list(pool) == [])
+    assert calls == ["cancelled", "next", "next", "last"]
+    assert ledger() == ["last", "next"]
+
+
 def test_a_batch_handler_goes_on_for_the_messages_that_were_not_cancelled(
     dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
 ) -> None:

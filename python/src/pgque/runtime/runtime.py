@@ -791,7 +791,8 @@ class AsyncRuntime:
         """Reject the messages whose handlers run for too long. Without a limit, log those that run for many
         leases, once. Called by the watch, whatever the session waits for."""
         for running in list(self._running):
-            message = running.messages[0]
+            messages = running.messages
+            message = messages[0]
             limit, name = self._limit(message)
             seconds = time.monotonic() - running.since
             if seconds <= limit or running.is_logged:
@@ -804,12 +805,12 @@ class AsyncRuntime:
                     "%s has run for %.0f s without a limit: set handler_timeout", where, seconds
                 )
             elif self._claim(running):  # else it has just returned
-                count = len(running.messages)
+                count = len(messages)
                 what = "the message is" if count == 1 else f"the {count} messages of its batch are"
                 self._log.error("%s ran longer than %g s: %s rejected; %s", where, limit, what, self._left)
                 reason = f"the handler ran longer than {limit:g} s ({name})"
                 telemetry.note_overrun(message, self.consumer)
-                self._leave(running, [self._rejection(each, reason) for each in running.messages])
+                self._leave(running, messages, [self._rejection(each, reason) for each in messages])
                 self._stopper.wake()
 
     def _all_hang(self) -> bool:
@@ -830,7 +831,7 @@ class AsyncRuntime:
                 message.queue,
                 self._left,
             )
-            self._leave(running, [None])
+            self._leave(running, [message], [None])  # it may have others by now
 
     async def _has_message(self, client: AsyncPgqueClient, message: Message) -> bool:
         """Return whether a message is still to be handled, by this worker or by another one."""
@@ -843,18 +844,20 @@ class AsyncRuntime:
             return False
         return any(status.consumer_name == self.consumer for status in found)
 
-    def _leave(self, running: Running, outcomes: Sequence[MessageOutcome | None]) -> None:
+    def _leave(
+        self, running: Running, messages: Sequence[Message], outcomes: Sequence[MessageOutcome | None]
+    ) -> None:
         """Give the messages of a handler that runs outcomes, None is none that counts, and have the next item
         take its place."""
         running.is_over = True
-        for message, outcome in zip(running.messages, outcomes, strict=True):
+        for message, outcome in zip(messages, outcomes, strict=True):
             self._finished.append((running.item.batch, message.msg_id, outcome))
             telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
         if self._guard is None:
             self._pool.abandon(running.place)
         else:
             self.stop()
-        self._pool.put(running.others())  # their transaction is lost
+        self._pool.put(running.others(messages))  # their transaction is lost
 
     @property
     def _left(self) -> str:
