@@ -17,6 +17,7 @@ import pytest
 
 import pgque
 from pgque import testing
+from pgque.runtime.watch import Guard
 from support import threads
 
 Tick = Callable[[str], int | None]
@@ -107,6 +108,19 @@ def test_the_time_limit_of_a_handler_wins_over_that_of_its_worker(
 def test_a_time_limit_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="timeout must be more than 0 seconds"):
         pgque.Worker(queue="q", consumer="c").handler("t", timeout=0)
+
+
+@pytest.mark.parametrize("name", ["poll_interval", "shutdown_timeout", "visibility_timeout"])
+def test_a_time_that_is_no_number_is_refused_and_not_found_out_at_work(name: str) -> None:
+    options: dict[str, Any] = {name: float("nan")}
+    with pytest.raises(ValueError, match=name):
+        pgque.Worker(queue="q", consumer="c", **options)
+
+
+def test_a_process_takes_a_time_limit_that_is_longer_than_any_clock() -> None:
+    guard = Guard()
+    guard.arm(timedelta.max.total_seconds())
+    guard.disarm()
 
 
 # -- tasks ------------------------------------------------------------
@@ -434,6 +448,8 @@ def test_what_cannot_be_a_batch_handler_is_refused() -> None:
         worker.batch_handler("t")(lambda: None)
     with pytest.raises(ValueError, match="size"):
         worker.batch_handler("t", size=0)
+    with pytest.raises(ValueError, match="whole number"):
+        worker.batch_handler("t", size=2.5)
 
 
 # -- cancelled messages ------------------------------------------------------------

@@ -159,8 +159,10 @@ class AsyncRuntime:
             raise ValueError("max_messages must be at least 1")
         if max_bytes is not None and max_bytes < 1:
             raise ValueError("max_bytes must be at least 1")
-        if poll_interval <= 0:
+        if not poll_interval > 0:  # nor NaN
             raise ValueError("poll_interval must be more than 0 seconds")
+        if not shutdown_timeout >= 0:
+            raise ValueError("shutdown_timeout must be at least 0 seconds")
         timeout_of(handler_timeout, "handler_timeout")
         check_min_interval(min_interval)
         retry_interval(retry_after)
@@ -311,8 +313,8 @@ class AsyncRuntime:
 
         The other arguments and the errors are those of `handler`; `timeout` is that of a call.
         """
-        if size < 1:
-            raise ValueError("size must be at least 1")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError("size must be a whole number, and at least 1")
         options = replace(_options(retry_on, dead_on, backoff, timeout), size=size)
         decorate = self._handlers.register(type, options=options)
         if not self._has_prefetch:

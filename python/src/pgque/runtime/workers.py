@@ -504,7 +504,7 @@ class AsyncWorker(AsyncRuntime):
         **of_consumer: NoReturn,
     ) -> None:
         refuse("Worker", of_consumer)
-        if encode.total_seconds(visibility_timeout) <= 0:
+        if not encode.total_seconds(visibility_timeout) > 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
         self.use = use
         self.visibility_timeout = visibility_timeout
