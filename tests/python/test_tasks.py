@@ -440,9 +440,10 @@ def test_what_cannot_be_a_batch_handler_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"such as list\[Message\]"):
         worker.batch_handler("t")(of_one)
+
     def of_many(messages: list[pgque.Message]) -> None: ...
 
-    with pytest.raises(TypeError, match="use batch_handler for lists"):
+    with pytest.raises(TypeError, match="batch_handler gets lists"):
         worker.handler("t")(of_many)
     with pytest.raises(TypeError, match="called with the list of messages"):
         worker.batch_handler("t")(lambda: None)
@@ -534,7 +535,12 @@ def test_the_thread_of_a_cancelled_message_goes_on_and_its_outcome_does_not_coun
 
 
 def test_a_message_that_is_cancelled_as_its_handler_returns_is_not_handled_again(
-    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, ledger: Callable[[], list[str]]
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    ledger: Callable[[], list[str]],
 ) -> None:
     """And the next one, which the worker is at when it learns that, is not left until its lease expires."""
     release = threading.Event()

@@ -98,7 +98,7 @@ def giver(
         [annotation] = get_args(annotation)
     elif get_origin(annotation) in _LISTS and any(map(_is_message, get_args(annotation))):
         raise TypeError(
-            f"{name} asks for {convert.name_of(annotation)}, but gets one message: use batch_handler for lists"
+            f"{name} asks for {convert.name_of(annotation)}, and gets one message: batch_handler gets lists"
         )
     if _is_any_message(annotation):
         return itself
