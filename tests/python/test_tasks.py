@@ -798,3 +798,19 @@ def test_a_message_that_fails_its_batch_again_and_again_is_alone_in_the_end(
     assert list(_reasons(client, pool)) == [bad]
     assert len(handled) == 39
     assert calls[:5] == [40, 10, 10, 10, 10] and set(calls[5:]) == {1}
+
+
+@pytest.mark.parametrize("made", [pgque.AsyncWorker, pgque.AsyncConsumer])
+def test_one_object_runs_again_in_another_event_loop(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, made: Made
+) -> None:
+    worker = made(dsn, queue=pool, consumer="c")
+
+    @worker.handler("*")
+    async def handle(message: pgque.Message) -> None:
+        await asyncio.sleep(0.2)  # the session waits meanwhile
+
+    for payload in "ab":
+        _send(client, pool, tick, payload)
+        asyncio.run(worker.run(until_idle=True))
+    assert client.messages.list(pool) == []
