@@ -298,13 +298,17 @@ def test_an_error_of_a_batch_handler_is_that_of_all_its_messages(
     register(worker, worker.batch_handler("retried", **options), store)
     register(worker, worker.batch_handler("given up", **options), store)
     _send(client, pool, tick, "a", "b", type="retried")
-    _send(client, pool, tick, "c", "d", type="given up")
+    _send(client, pool, tick, "alone", type="given up")
     run(worker, until_idle=True)
-    assert _reasons(client, pool) == {"c": "ValueError: no", "d": "ValueError: no"}
+    _send(client, pool, tick, "c", "d", type="given up")  # it is not known whose error it is
+    run(worker, until_idle=True)
+    assert _reasons(client, pool) == {"alone": "ValueError: no"}
     retried: list[Any] = client.messages.list(pool, "retry")
     assert [(message.payload, message.last_error) for message in retried] == [
         ("a", "OSError: no"),
         ("b", "OSError: no"),
+        ("c", "ValueError: no"),
+        ("d", "ValueError: no"),
     ]
     assert all((it.available_at - it.created_at).total_seconds() > 590 for it in retried)
     assert ledger() == []
@@ -784,7 +788,7 @@ def test_a_message_that_fails_its_batch_again_and_again_is_alone_in_the_end(
     calls: list[int] = []
     handled: list[int] = []
 
-    @worker.batch_handler("t", size=100)
+    @worker.batch_handler("t", size=100, retry_on=OSError)
     def store(messages: list[pgque.Message]) -> None:
         calls.append(len(messages))
         handled.extend([len(messages) // message.value for message in messages])

@@ -304,7 +304,7 @@ class Runtime:
 
         It is called with what one receive brought, in order. If it returns, all are acknowledged; if it
         raises, all are rejected, and redelivered in calls of a tenth of the size, so that one that fails is
-        alone in the end. It may return a `Retry`, `Dead` or `Release` for all of them, or `Outcomes`
+        alone in the end; only then do `retry_on` and `dead_on` give it up. It may return a `Retry`, `Dead` or `Release` for all of them, or `Outcomes`
         of single ones. A message that does not fit the Model fails by itself. With `transactional=True` what
         it writes is kept unless it raises or all messages are redelivered. Hooks are called for each message.
 
@@ -1070,7 +1070,9 @@ class Runtime:
         settings = QueueSettings(first.queue or self.queue) if source is None else source.settings
         is_bad = isinstance(error, PgquePayloadError)
         given_up_for: str | None = None
-        if is_bad and self.bad_payload == "dead" and len(messages) == 1:  # else it is not known whose
+        if len(messages) > 1:  # it is not known whose error it is
+            pass
+        elif is_bad and self.bad_payload == "dead":
             given_up_for = "a bad payload"
         elif self._handlers.options(first).retries.gives_up(error):
             given_up_for = f"this class of errors (handler of {first.type!r})"
