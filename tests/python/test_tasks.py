@@ -801,7 +801,7 @@ def test_a_message_that_fails_its_batch_again_and_again_is_alone_in_the_end(
         tick(pool)
     assert list(_reasons(client, pool)) == [bad]
     assert len(handled) == 39
-    assert calls[:5] == [40, 10, 10, 10, 10] and set(calls[5:]) == {1}
+    assert calls[0] == 40 and max(calls[1:]) <= 4 and set(calls[11:]) == {1}
 
 
 @pytest.mark.parametrize("made", [pgque.AsyncWorker, pgque.AsyncConsumer])

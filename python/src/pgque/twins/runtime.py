@@ -303,8 +303,8 @@ class Runtime:
         without one. It may ask for a `list[Message[Model]]` or a `list[Model]`.
 
         It is called with what one receive brought, in order. If it returns, all are acknowledged; if it
-        raises, all are rejected, and redelivered in calls of a tenth of the size, so that one that fails is
-        alone in the end; only then do `retry_on` and `dead_on` give it up. It may return a `Retry`, `Dead` or `Release` for all of them, or `Outcomes`
+        raises, all are rejected, and handled again in ever smaller calls, so that one that fails is alone in
+        the end; only then do `retry_on` and `dead_on` give it up. It may return a `Retry`, `Dead` or `Release` for all of them, or `Outcomes`
         of single ones. A message that does not fit the Model fails by itself. With `transactional=True` what
         it writes is kept unless it raises or all messages are redelivered. Hooks are called for each message.
 
@@ -712,16 +712,17 @@ class Runtime:
         """Return the calls of batch handlers, and the other messages."""
         items: list[Item] = []
         rest: list[Message] = []
-        by_call: dict[tuple[int, int], list[Message]] = {}
+        by_handler: dict[tuple[int, int], tuple[int, list[Message]]] = {}
         for message in received:
             handler = self._find(message)
             if handler is None or handler.options.size is None:
                 rest.append(message)
             else:
-                # In smaller and smaller calls after errors, so that a message that fails is alone in the end.
-                size = max(1, handler.options.size // 10 ** (message.retry_count or 0))
-                by_call.setdefault((id(handler), size), []).append(message)
-        for (_, size), messages in by_call.items():
+                retries = message.retry_count or 0
+                by_handler.setdefault((id(handler), retries), (handler.options.size, []))[1].append(message)
+        for (_, retries), (most, messages) in by_handler.items():
+            # In smaller and smaller calls after errors, so that a message that fails is alone in the end.
+            size = min(most, -(-len(messages) // 10**retries))
             calls = [messages[i : i + size] for i in range(0, len(messages), size)]
             items += [Item(batch, call, together=True) for call in calls]
         return items, rest
