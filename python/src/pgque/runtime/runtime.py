@@ -304,8 +304,8 @@ class AsyncRuntime:
         It is called with what one receive brought, in order. If it returns, all are acknowledged; if it
         raises, all are rejected, and handled again in ever smaller calls, so that one that fails is alone in
         the end; only then do `retry_on` and `dead_on` give it up. It may return a `Retry`, `Dead` or
-        `Release` for all of them, or `Outcomes` of single ones. A message that does not fit the Model fails by
-        itself. With `transactional=True` what it writes is kept unless it raises or all messages are
+        `Release` for all of them, or `Outcomes` of single ones. A message that does not fit the Model fails
+        by itself. With `transactional=True` what it writes is kept unless it raises or all messages are
         redelivered. Hooks are called for each message.
 
         Args:
