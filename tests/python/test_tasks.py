@@ -17,6 +17,7 @@ import pytest
 
 import pgque
 from pgque import testing
+from pgque.runtime.watch import Guard
 from support import threads
 
 Tick = Callable[[str], int | None]
@@ -107,6 +108,19 @@ def test_the_time_limit_of_a_handler_wins_over_that_of_its_worker(
 def test_a_time_limit_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="timeout must be more than 0 seconds"):
         pgque.Worker(queue="q", consumer="c").handler("t", timeout=0)
+
+
+@pytest.mark.parametrize("name", ["poll_interval", "shutdown_timeout", "visibility_timeout"])
+def test_a_time_that_is_no_number_is_refused_and_not_found_out_at_work(name: str) -> None:
+    options: dict[str, Any] = {name: float("nan")}
+    with pytest.raises(ValueError, match=name):
+        pgque.Worker(queue="q", consumer="c", **options)
+
+
+def test_a_process_takes_a_time_limit_that_is_longer_than_any_clock() -> None:
+    guard = Guard()
+    guard.arm(timedelta.max.total_seconds())
+    guard.disarm()
 
 
 # -- tasks ------------------------------------------------------------
@@ -284,13 +298,17 @@ def test_an_error_of_a_batch_handler_is_that_of_all_its_messages(
     register(worker, worker.batch_handler("retried", **options), store)
     register(worker, worker.batch_handler("given up", **options), store)
     _send(client, pool, tick, "a", "b", type="retried")
-    _send(client, pool, tick, "c", "d", type="given up")
+    _send(client, pool, tick, "alone", type="given up")
     run(worker, until_idle=True)
-    assert _reasons(client, pool) == {"c": "ValueError: no", "d": "ValueError: no"}
+    _send(client, pool, tick, "c", "d", type="given up")  # it is not known whose error it is
+    run(worker, until_idle=True)
+    assert _reasons(client, pool) == {"alone": "ValueError: no"}
     retried: list[Any] = client.messages.list(pool, "retry")
     assert [(message.payload, message.last_error) for message in retried] == [
         ("a", "OSError: no"),
         ("b", "OSError: no"),
+        ("c", "ValueError: no"),
+        ("d", "ValueError: no"),
     ]
     assert all((it.available_at - it.created_at).total_seconds() > 590 for it in retried)
     assert ledger() == []
@@ -426,10 +444,17 @@ def test_what_cannot_be_a_batch_handler_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"such as list\[Message\]"):
         worker.batch_handler("t")(of_one)
+
+    def of_many(messages: list[pgque.Message]) -> None: ...
+
+    with pytest.raises(TypeError, match="batch_handler gets lists"):
+        worker.handler("t")(of_many)
     with pytest.raises(TypeError, match="called with the list of messages"):
         worker.batch_handler("t")(lambda: None)
     with pytest.raises(ValueError, match="size"):
         worker.batch_handler("t", size=0)
+    with pytest.raises(ValueError, match="whole number"):
+        worker.batch_handler("t", size=2.5)
 
 
 # -- cancelled messages ------------------------------------------------------------
@@ -511,6 +536,60 @@ def test_the_thread_of_a_cancelled_message_goes_on_and_its_outcome_does_not_coun
         release.set()
         wait_until(lambda: seen == ["next", "cancelled"])
     assert list(_reasons(client, pool)) == ["next"]
+
+
+def test_a_message_that_is_cancelled_as_its_handler_returns_is_not_handled_again(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    ledger: Callable[[], list[str]],
+) -> None:
+    """And the next one, which the worker is at when it learns that, is not left until its lease expires."""
+    release = threading.Event()
+    is_next, is_known = threading.Event(), threading.Event()
+    calls: list[str | None] = []
+
+    class Asking(pgque.Worker):
+        def _has_message(self, *asked: Any) -> bool:
+            found = super()._has_message(*asked)
+            if not found:
+                release.set()
+                is_next.wait(20)
+            return found
+
+        def _leave(self, *left: Any) -> None:
+            super()._leave(*left)
+            is_known.set()
+
+    worker = Asking(
+        dsn,
+        queue=pool,
+        consumer="c",
+        transactional=True,
+        concurrency=1,
+        visibility_timeout=1,
+        min_interval=0.01,
+    )
+
+    @worker.handler("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        calls.append(message.payload)
+        if message.payload == "cancelled":
+            release.wait(20)
+        elif not is_known.is_set():
+            is_next.set()
+            is_known.wait(20)
+        own.execute("insert into batch_ledger values (%s)", [message.payload])
+
+    first, *_ = _send(client, pool, tick, "cancelled", "next", "last")
+    with running(worker):
+        wait_until(lambda: calls == ["cancelled"])
+        client.cancel(pool, first)
+        wait_until(lambda: client.messages.list(pool) == [])
+    assert calls == ["cancelled", "next", "next", "last"]
+    assert ledger() == ["last", "next"]
 
 
 def test_a_batch_handler_goes_on_for_the_messages_that_were_not_cancelled(
@@ -612,3 +691,130 @@ def test_a_batch_handler_is_called_without_a_server() -> None:
             call(store, worker=worker, **options)
     with pytest.raises(pgque.PgqueBadArgumentError, match="no handler"):
         testing.call(print, 1, worker=worker, conn=written)
+
+
+@pytest.mark.parametrize("made", [pgque.Worker, pgque.AsyncWorker])
+def test_a_hook_that_ends_one_message_of_a_batch_ends_no_other(made: Made) -> None:
+    worker = made(queue="q", consumer="c")
+    handled: list[str | None] = []
+    told: list[tuple[str | None, str]] = []
+
+    def check(message: pgque.Message) -> None:
+        if message.payload == "closed":
+            raise pgque.Dead("closed")
+        if message.payload == "broken":
+            raise ValueError("broken")
+
+    register(worker, worker.before, check)
+    register(worker, worker.after, lambda message, returned: told.append((message.payload, repr(returned))))
+    register(worker, worker.error, lambda message, error: told.append((message.payload, repr(error))))
+
+    def store(messages: list[pgque.Message]) -> pgque.Outcomes:
+        handled.extend(message.payload for message in messages)
+        return pgque.Outcomes({messages[-1].msg_id: pgque.Retry(reason="later")})
+
+    batch = register(worker, worker.batch_handler("t"), store)
+    outcomes = testing.call(batch, payloads=["a", "closed", "broken", "b"], worker=worker)
+    assert [(outcome.action, outcome.reason) for outcome in outcomes] == [
+        ("ack", None),
+        ("dead", "closed"),
+        ("nack", "ValueError: broken"),
+        ("nack", "later"),
+    ]
+    assert handled == ["a", "b"]
+    assert told == [
+        ("a", "None"),
+        ("closed", "Dead('closed')"),
+        ("broken", "ValueError('broken')"),
+        ("b", "Retry('later')"),
+    ]
+    assert [each.action for each in testing.call(batch, payloads=["closed"], worker=worker)] == ["dead"]
+
+
+@dataclass
+class Checked:
+    id: int
+
+    def __post_init__(self) -> None:
+        {1: "one"}[self.id]
+
+
+@pytest.mark.parametrize("made", [pgque.Worker, pgque.AsyncWorker])
+def test_a_model_that_raises_an_error_of_its_own_fails_for_its_message_alone(made: Made) -> None:
+    worker = made(queue="q", consumer="c")
+
+    def store(orders: list[Checked]) -> None:
+        assert orders == [Checked(1)]
+
+    batch = register(worker, worker.batch_handler("t", dead_on=KeyError), store)
+    outcomes = testing.call(batch, payloads=[{"id": 2}, {"id": 1}], worker=worker)
+    assert [(outcome.action, outcome.reason) for outcome in outcomes] == [
+        ("dead", "KeyError: 2"),
+        ("ack", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "problem"),
+    [
+        (lambda msg_id: pgque.Outcomes({msg_id + 7: pgque.Dead()}), "it did not get: {8}"),
+        (lambda msg_id: {msg_id: pgque.Dead()}, "outcomes in a dict"),
+        (lambda msg_id: [ValueError()], "outcomes in a list"),
+    ],
+)
+def test_outcomes_of_a_batch_that_would_be_ignored_are_an_error(
+    outcomes: Callable[[int], object], problem: str
+) -> None:
+    """Also beside a message that does not fit."""
+    worker = pgque.Worker(queue="q", consumer="c")
+
+    @worker.batch_handler("t")
+    def store(messages: list[pgque.Message[Order]]) -> object:
+        return outcomes(messages[0].msg_id)
+
+    for payloads in ([Order(1)], [Order(1), {}]):
+        for outcome in testing.call(store, payloads=payloads, worker=worker):
+            assert outcome.action == "nack" and problem in str(outcome.reason)
+
+
+@pytest.mark.parametrize("made", [pgque.Worker, pgque.Consumer])
+@pytest.mark.parametrize("bad", ["not JSON", "0"])
+def test_a_message_that_fails_its_batch_again_and_again_is_alone_in_the_end(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, made: Made, bad: str
+) -> None:
+    """Whether its payload is bad or the handler raises."""
+    client.admin.set_queue_config(pool, "max_retries", 3)
+    worker = made(dsn, queue=pool, consumer="c", retry_after=0, concurrency=1)
+    calls: list[int] = []
+    handled: list[int] = []
+
+    @worker.batch_handler("t", size=100, retry_on=OSError)
+    def store(messages: list[pgque.Message]) -> None:
+        calls.append(len(messages))
+        handled.extend([len(messages) // message.value for message in messages])
+
+    _send(client, pool, tick, *["1"] * 30, bad, *["1"] * 9)
+    for _ in range(4):
+        run(worker, until_idle=True)
+        client.consumers.retry_now(pool, "c")
+        client.force_next_tick(pool)
+        tick(pool)
+    assert list(_reasons(client, pool)) == [bad]
+    assert len(handled) == 39
+    assert calls[0] == 40 and max(calls[1:]) <= 4 and set(calls[11:]) == {1}
+
+
+@pytest.mark.parametrize("made", [pgque.AsyncWorker, pgque.AsyncConsumer])
+def test_one_object_runs_again_in_another_event_loop(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, made: Made
+) -> None:
+    worker = made(dsn, queue=pool, consumer="c")
+
+    @worker.handler("*")
+    async def handle(message: pgque.Message) -> None:
+        await asyncio.sleep(0.2)  # the session waits meanwhile
+
+    for payload in "ab":
+        _send(client, pool, tick, payload)
+        asyncio.run(worker.run(until_idle=True))
+    assert client.messages.list(pool) == []

@@ -25,6 +25,9 @@ M = TypeVar("M", bound=Message)
 
 _EMPTY = inspect.Parameter.empty
 
+# What a batch handler may call the list that it gets.
+_LISTS = (list, Sequence, Iterable, Collection)
+
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
@@ -87,12 +90,16 @@ def giver(
     """
     annotation = _annotation(handler, namespace, name)
     if of_batch and annotation is not Any and annotation is not object and annotation is not _EMPTY:
-        if get_origin(annotation) not in (list, Sequence, Iterable, Collection):
+        if get_origin(annotation) not in _LISTS:
             raise TypeError(
                 f"{name} asks for {convert.name_of(annotation)}. A batch handler gets a list of a Message, a"
                 " Message[Model] or a Model, such as list[Message]."
             )
         [annotation] = get_args(annotation)
+    elif get_origin(annotation) in _LISTS and any(map(_is_message, get_args(annotation))):
+        raise TypeError(
+            f"{name} asks for {convert.name_of(annotation)}, and gets one message: batch_handler gets lists"
+        )
     if _is_any_message(annotation):
         return itself
     give: Callable[[Message, Any], object] = Message.into

@@ -325,16 +325,17 @@ class Running:
     is_over: bool = False  # its outcome does not count any more
     is_reporting: bool = False  # its outcomes are in its transaction
 
-    def others(self) -> list[Item]:
-        """Return the messages of the item that the handler does not have, as an item if there are some."""
-        ids = {message.msg_id for message in self.messages}
+    def others(self, messages: Sequence[Message] | None = None) -> list[Item]:
+        """Return the messages of the item but for these, which are those that the handler has unless it is
+        said, as an item if there are some."""
+        ids = {message.msg_id for message in messages or self.messages}
         others = [message for message in self.item.messages if message.msg_id not in ids]
         return [self.item._replace(messages=others, was_lost=False)] if others else []
 
     def note_started(self, messages: Sequence[Message]) -> None:
         """Take note that the handler has other messages."""
+        self.since = time.monotonic()  # before them: other threads read both
         self.messages = messages
-        self.since = time.monotonic()
         self.is_logged = False
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ..codec import payloads
 from ..codec.encode import total_seconds
-from ..errors import PgqueBadArgumentError, PgquePayloadError
-from ..outcomes import HandlerOutcome, Outcomes
+from ..errors import PgqueBadArgumentError
+from ..outcomes import Outcomes
 from ..types import Message, Seconds
 from .retries import DEFAULT, Retries
 
@@ -56,7 +56,7 @@ class Registered(NamedTuple):
         for message in messages:
             try:
                 given.append(self.give(message))
-            except (PgquePayloadError, HandlerOutcome) as error:
+            except Exception as error:  # of any class: of the model's own code, say
                 failed[message.msg_id] = error
         return given, failed
 

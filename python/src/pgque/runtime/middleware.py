@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import Literal, TypeVar
 
+from ..errors import PgqueBadArgumentError
 from ..outcomes import HandlerOutcome, Outcomes
 from ..types import Message
 from .handlers import call, call_async
@@ -21,8 +22,8 @@ class Middleware:
 
     In order: the hooks of `before` as registered, the handler, and the hooks of `after` or of `error` in the
     reverse order. All of one message run in one context: context variables that a hook sets are seen by the
-    handler and by the other hooks, and are gone afterwards. Of a batch handler, the hooks are called for each
-    message of its batch.
+    handler and by the other hooks, and are gone afterwards. Of a batch handler, which gets the list of
+    messages, the hooks are called for each message; one for which a hook of `before` raises is left out.
 
     Args:
         owner: name of the class that the hooks are registered with, without "Async".
@@ -66,14 +67,25 @@ class Middleware:
 
     def _call(self, handler: Callable[..., object], messages: Sequence[Message], *args: object) -> object:
         try:
-            returned: object
+            returned: object = None
+            left: list[Message] = []
+            ended = Outcomes()
             try:
                 for message in messages:
-                    for hook in self._hooks["before"]:
-                        call(hook, message)
-                returned = call(handler, *args)
+                    try:
+                        for hook in self._hooks["before"]:
+                            call(hook, message)
+                        left.append(message)
+                    except (HandlerOutcome, Exception) as error:
+                        if len(messages) == 1:
+                            raise
+                        ended[message.msg_id] = error
+                if left:
+                    returned = call(handler, *((left, *args[1:]) if ended else args))
             except HandlerOutcome as outcome:
                 returned = outcome
+            if ended:
+                returned = merged(left, returned, ended)
             for message in messages:
                 if (failed := failure_in(message, returned)) is not None:
                     self.note_failed(message, failed)
@@ -82,7 +94,8 @@ class Middleware:
                     try:
                         call(hook, message, returned_for(message, returned))
                     except HandlerOutcome as outcome:
-                        returned = _replaced(messages, returned, message, outcome)
+                        own = {message.msg_id: outcome}
+                        returned = outcome if len(messages) == 1 else merged(messages, returned, own)
         except BaseException as error:
             for message in messages:
                 self.note_failed(message, error)
@@ -110,14 +123,25 @@ class Middleware:
         self, handler: Callable[..., object], messages: Sequence[Message], *args: object
     ) -> object:
         try:
-            returned: object
+            returned: object = None
+            left: list[Message] = []
+            ended = Outcomes()
             try:
                 for message in messages:
-                    for hook in self._hooks["before"]:
-                        await _invoke_any(hook, message)
-                returned = await call_async(handler, *args)
+                    try:
+                        for hook in self._hooks["before"]:
+                            await _invoke_any(hook, message)
+                        left.append(message)
+                    except (HandlerOutcome, Exception) as error:
+                        if len(messages) == 1:
+                            raise
+                        ended[message.msg_id] = error
+                if left:
+                    returned = await call_async(handler, *((left, *args[1:]) if ended else args))
             except HandlerOutcome as outcome:
                 returned = outcome
+            if ended:
+                returned = merged(left, returned, ended)
             for message in messages:
                 if (failed := failure_in(message, returned)) is not None:
                     await self.note_failed_async(message, failed)
@@ -126,7 +150,8 @@ class Middleware:
                     try:
                         await _invoke_any(hook, message, returned_for(message, returned))
                     except HandlerOutcome as outcome:
-                        returned = _replaced(messages, returned, message, outcome)
+                        own = {message.msg_id: outcome}
+                        returned = outcome if len(messages) == 1 else merged(messages, returned, own)
         except BaseException as error:
             for message in messages:
                 await self.note_failed_async(message, error)
@@ -145,6 +170,25 @@ class Middleware:
         self._log.error("an error hook failed for message %s", message.msg_id, exc_info=error)
 
 
+def check_returned(messages: Sequence[Message], returned: object) -> None:
+    """Raise PgqueBadArgumentError where a batch handler returned outcomes of messages that it did not get, or
+    outcomes that are no Outcomes, which would count as a success."""
+    if isinstance(returned, Outcomes):
+        if unknown := returned.keys() - {message.msg_id for message in messages}:
+            raise PgqueBadArgumentError(
+                f"the handler returned outcomes of messages that it did not get: {unknown}"
+            )
+        return
+    if not isinstance(returned, (Mapping, list, tuple)):
+        return
+    values = list(returned.values() if isinstance(returned, Mapping) else returned)
+    if any(isinstance(value, (HandlerOutcome, Exception)) for value in values):
+        raise PgqueBadArgumentError(
+            f"the handler returned outcomes in a {type(returned).__name__}",
+            hint="Return pgque.Outcomes({message.msg_id: outcome}).",
+        )
+
+
 def returned_for(message: Message, returned: object) -> object:
     """Return what a handler returned for one of its messages."""
     return returned.get(message.msg_id) if isinstance(returned, Outcomes) else returned
@@ -156,15 +200,9 @@ def failure_in(message: Message, returned: object) -> BaseException | None:
     return own if isinstance(own, BaseException) and not isinstance(own, HandlerOutcome) else None
 
 
-def _replaced(
-    messages: Sequence[Message], returned: object, message: Message, outcome: HandlerOutcome
-) -> object:
-    """Return what a handler returned, with another outcome for one of its messages."""
-    if len(messages) == 1:
-        return outcome
-    outcomes = Outcomes({each.msg_id: returned_for(each, returned) for each in messages})
-    outcomes[message.msg_id] = outcome
-    return outcomes
+def merged(messages: Sequence[Message], returned: object, own: Mapping[int, object]) -> Outcomes:
+    """Return what a handler returned for messages, with the outcomes that single ones have of their own."""
+    return Outcomes({**{each.msg_id: returned_for(each, returned) for each in messages}, **own})
 
 
 async def _invoke_any(hook: Callable[..., object], *args: object) -> None:

@@ -385,6 +385,7 @@ class AsyncStopper(_Stop):
         """Stop on SIGTERM and SIGINT inside the block, unless `catch_signals` is False; only the main thread
         can, elsewhere nothing is changed."""
         self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()  # which belongs to one loop: that of an earlier run may be another
         if not catch_signals or threading.current_thread() is not threading.main_thread():
             yield
             return

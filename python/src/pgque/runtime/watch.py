@@ -25,6 +25,9 @@ _INTERVAL = 0.5
 # Seconds beyond its limit in which a handler should have been rejected.
 _GUARD_MARGIN = 2.0
 
+# Most seconds of a limit: a year. faulthandler takes no more than a clock has.
+_GUARD_MOST = 31_536_000.0
+
 
 class Watch:
     """Call `look` twice a second while the block runs.
@@ -104,7 +107,7 @@ class Guard:
         """End the process soon after a time limit, and print where its threads are; unless `disarm` is called
         before."""
         if math.isfinite(seconds):
-            faulthandler.dump_traceback_later(seconds + _GUARD_MARGIN, exit=True, file=2)
+            faulthandler.dump_traceback_later(min(seconds, _GUARD_MOST) + _GUARD_MARGIN, exit=True, file=2)
         else:
             self.disarm()
 

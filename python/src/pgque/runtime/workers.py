@@ -431,7 +431,8 @@ class AsyncWorker(AsyncRuntime):
         prefetch: most messages in one receive; None is twice `concurrency`, but at least 100. It starts with
             `concurrency`, and doubles up to this while batches take less than 0.2 seconds. Then messages are
             also received before a handler is free for them. It is halved when a batch takes more than a
-            second. A worker never has more messages than `concurrency` and `prefetch` together.
+            second. A worker never has more messages than `concurrency` and `prefetch` together; with batch
+            handlers, `prefetch` for each of `concurrency` calls and one more.
         max_messages: another name of `prefetch`.
         max_bytes: most bytes of payloads and headers in one receive, which has at least one message; None is
             no limit.
@@ -504,7 +505,7 @@ class AsyncWorker(AsyncRuntime):
         **of_consumer: NoReturn,
     ) -> None:
         refuse("Worker", of_consumer)
-        if encode.total_seconds(visibility_timeout) <= 0:
+        if not encode.total_seconds(visibility_timeout) > 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
         self.use = use
         self.visibility_timeout = visibility_timeout

@@ -33,7 +33,7 @@ from ..codec.json import Encoder
 from ..codec.payloads import BadPayload, Decoder
 from ..errors import PgqueBadArgumentError, PgqueError, PgqueMessageNotFoundError, PgquePayloadError, one_line
 from ..integrations import telemetry
-from ..outcomes import HandlerOutcome, Outcomes, retry_interval
+from ..outcomes import HandlerOutcome, retry_interval
 from ..types import Event, Message, Payload, Seconds
 from ..runtime import batches
 from ..runtime.batches import ACK, ARCHIVE, RELEASE, Batch, Item, MessageOutcome, Running, Statement
@@ -43,7 +43,7 @@ from ..runtime.handlers import Handlers, Options, Registered, call, check_handle
 from ..runtime.leases import kept
 from .listen import TickWatch, listen, queue_of
 from ..runtime.liveness import Liveness
-from ..runtime.middleware import Middleware, failure_in, returned_for
+from ..runtime.middleware import Middleware, check_returned, failure_in, merged, returned_for
 from ..runtime.min_interval import check_min_interval, next_receive_at
 from ..runtime.options import settings_of
 from ..runtime.queue_settings import QueueSettings
@@ -160,8 +160,10 @@ class Runtime:
             raise ValueError("max_messages must be at least 1")
         if max_bytes is not None and max_bytes < 1:
             raise ValueError("max_bytes must be at least 1")
-        if poll_interval <= 0:
+        if not poll_interval > 0:  # nor NaN
             raise ValueError("poll_interval must be more than 0 seconds")
+        if not shutdown_timeout >= 0:
+            raise ValueError("shutdown_timeout must be at least 0 seconds")
         timeout_of(handler_timeout, "handler_timeout")
         check_min_interval(min_interval)
         retry_interval(retry_after)
@@ -302,9 +304,11 @@ class Runtime:
         without one. It may ask for a `list[Message[Model]]` or a `list[Model]`.
 
         It is called with what one receive brought, in order. If it returns, all are acknowledged; if it
-        raises, all are rejected. It may return a `Retry`, `Dead` or `Release` for all of them, or `Outcomes`
-        of single ones. A message that does not fit the Model fails by itself. With `transactional=True` what
-        it writes is kept unless it raises or all messages are redelivered. Hooks are called for each message.
+        raises, all are rejected, and handled again in ever smaller calls, so that one that fails is alone in
+        the end; only then do `retry_on` and `dead_on` give it up. It may return a `Retry`, `Dead` or
+        `Release` for all of them, or `Outcomes` of single ones. A message that does not fit the Model fails
+        by itself. With `transactional=True` what it writes is kept unless it raises or all messages are
+        redelivered. Hooks are called for each message.
 
         Args:
             type: the message type.
@@ -312,8 +316,8 @@ class Runtime:
 
         The other arguments and the errors are those of `handler`; `timeout` is that of a call.
         """
-        if size < 1:
-            raise ValueError("size must be at least 1")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError("size must be a whole number, and at least 1")
         options = replace(_options(retry_on, dead_on, backoff, timeout), size=size)
         decorate = self._handlers.register(type, options=options)
         if not self._has_prefetch:
@@ -710,14 +714,17 @@ class Runtime:
         """Return the calls of batch handlers, and the other messages."""
         items: list[Item] = []
         rest: list[Message] = []
-        by_handler: dict[int, tuple[int, list[Message]]] = {}
+        by_handler: dict[tuple[int, int], tuple[int, list[Message]]] = {}
         for message in received:
             handler = self._find(message)
             if handler is None or handler.options.size is None:
                 rest.append(message)
             else:
-                by_handler.setdefault(id(handler), (handler.options.size, []))[1].append(message)
-        for size, messages in by_handler.values():
+                retries = message.retry_count or 0
+                by_handler.setdefault((id(handler), retries), (handler.options.size, []))[1].append(message)
+        for (_, retries), (most, messages) in by_handler.items():
+            # In smaller and smaller calls after errors, so that a message that fails is alone in the end.
+            size = min(most, -(-len(messages) // 10**retries))
             calls = [messages[i : i + size] for i in range(0, len(messages), size)]
             items += [Item(batch, call, together=True) for call in calls]
         return items, rest
@@ -790,7 +797,8 @@ class Runtime:
         """Reject the messages whose handlers run for too long. Without a limit, log those that run for many
         leases, once. Called by the watch, whatever the session waits for."""
         for running in list(self._running):
-            message = running.messages[0]
+            messages = running.messages
+            message = messages[0]
             limit, name = self._limit(message)
             seconds = time.monotonic() - running.since
             if seconds <= limit or running.is_logged:
@@ -803,12 +811,12 @@ class Runtime:
                     "%s has run for %.0f s without a limit: set handler_timeout", where, seconds
                 )
             elif self._claim(running):  # else it has just returned
-                count = len(running.messages)
+                count = len(messages)
                 what = "the message is" if count == 1 else f"the {count} messages of its batch are"
                 self._log.error("%s ran longer than %g s: %s rejected; %s", where, limit, what, self._left)
                 reason = f"the handler ran longer than {limit:g} s ({name})"
                 telemetry.note_overrun(message, self.consumer)
-                self._leave(running, [self._rejection(each, reason) for each in running.messages])
+                self._leave(running, messages, [self._rejection(each, reason) for each in messages])
                 self._stopper.wake()
 
     def _all_hang(self) -> bool:
@@ -829,7 +837,7 @@ class Runtime:
                 message.queue,
                 self._left,
             )
-            self._leave(running, [None])
+            self._leave(running, [message], [None])  # it may have others by now
 
     def _has_message(self, client: PgqueClient, message: Message) -> bool:
         """Return whether a message is still to be handled, by this worker or by another one."""
@@ -842,18 +850,20 @@ class Runtime:
             return False
         return any(status.consumer_name == self.consumer for status in found)
 
-    def _leave(self, running: Running, outcomes: Sequence[MessageOutcome | None]) -> None:
+    def _leave(
+        self, running: Running, messages: Sequence[Message], outcomes: Sequence[MessageOutcome | None]
+    ) -> None:
         """Give the messages of a handler that runs outcomes, None is none that counts, and have the next item
         take its place."""
         running.is_over = True
-        for message, outcome in zip(running.messages, outcomes, strict=True):
+        for message, outcome in zip(messages, outcomes, strict=True):
             self._finished.append((running.item.batch, message.msg_id, outcome))
             telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
         if self._guard is None:
             self._pool.abandon(running.place)
         else:
             self.stop()
-        self._pool.put(running.others())  # their transaction is lost
+        self._pool.put(running.others(messages))  # their transaction is lost
 
     @property
     def _left(self) -> str:
@@ -994,8 +1004,8 @@ class Runtime:
         of. Raises what the handler or a hook raises."""
         if handler.options.size is None:
             return self._middleware.call(handler.call, messages, messages[0], *more)
-        call = self._call_together
-        return self._middleware.call(call, messages, handler, messages, *more)
+        call = partial(self._call_together, handler)
+        return self._middleware.call(call, messages, messages, *more)
 
     def _outcomes(
         self, handler: Registered, messages: Sequence[Message], returned: object
@@ -1004,12 +1014,6 @@ class Runtime:
         if handler.options.size is None:
             message = messages[0]
             return {message.msg_id: self._outcome(message, returned)}
-        if isinstance(returned, Outcomes):
-            ids = {message.msg_id for message in messages}
-            if unknown := returned.keys() - ids:
-                raise PgqueBadArgumentError(
-                    f"the handler returned outcomes of messages that it did not get: {unknown}"
-                )
         found: dict[int, MessageOutcome] = {}
         for message in messages:
             if (error := failure_in(message, returned)) is not None:
@@ -1022,10 +1026,8 @@ class Runtime:
         """Call a batch handler with what its annotation asks for. A message that does not fit fails alone."""
         given, failed = handler.read(messages)
         returned = call(handler.call, given, *more) if given else None
-        if failed:
-            rest = {message.msg_id: returned_for(message, returned) for message in messages}
-            return Outcomes({**rest, **failed})
-        return returned
+        check_returned(messages, returned)
+        return merged(messages, returned, failed) if failed else returned
 
     def _wake_if_due(self) -> None:
         if len(self._finished) >= self._wake_at:
@@ -1071,7 +1073,9 @@ class Runtime:
         settings = QueueSettings(first.queue or self.queue) if source is None else source.settings
         is_bad = isinstance(error, PgquePayloadError)
         given_up_for: str | None = None
-        if is_bad and self.bad_payload == "dead":
+        if len(messages) > 1:  # it is not known whose error it is
+            pass
+        elif is_bad and self.bad_payload == "dead":
             given_up_for = "a bad payload"
         elif self._handlers.options(first).retries.gives_up(error):
             given_up_for = f"this class of errors (handler of {first.type!r})"
