@@ -28,11 +28,16 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 @pytest.fixture
 def client(dsn: str) -> Iterator[pgque.PgqueClient]:
-    """A client that leaves no recurring message behind."""
+    """A client that finds no recurring message of other tests, and leaves none behind."""
     with pgque.connect(dsn, autocommit=True) as client:
+        drop_all(client)
         yield client
-        for message in client.recurring.list():
-            client.recurring.drop(message.name)
+        drop_all(client)
+
+
+def drop_all(client: pgque.PgqueClient) -> None:
+    for message in client.recurring.list():
+        client.recurring.drop(message.name)
 
 
 @pytest.fixture

@@ -258,6 +258,7 @@ def checkout(folder: Path) -> Checkout:
         "requirements.txt",
         "requirements-old.txt",
         "requirements-django.txt",
+        "requirements-compared.txt",
         "requirements-lint.txt",
     ):
         (path / "tests" / "support" / name).touch()

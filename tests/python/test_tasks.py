@@ -788,11 +788,11 @@ def test_a_message_that_fails_its_batch_again_and_again_is_alone_in_the_end(
     calls: list[int] = []
     handled: list[int] = []
 
-    @worker.batch_handler("t", size=100, retry_on=OSError)
     def store(messages: list[pgque.Message]) -> None:
         calls.append(len(messages))
         handled.extend([len(messages) // message.value for message in messages])
 
+    worker.batch_handler("t", size=100, retry_on=OSError)(store)
     _send(client, pool, tick, *["1"] * 30, bad, *["1"] * 9)
     for _ in range(4):
         run(worker, until_idle=True)
@@ -810,10 +810,10 @@ def test_one_object_runs_again_in_another_event_loop(
 ) -> None:
     worker = made(dsn, queue=pool, consumer="c")
 
-    @worker.handler("*")
     async def handle(message: pgque.Message) -> None:
         await asyncio.sleep(0.2)  # the session waits meanwhile
 
+    worker.handler("*")(handle)
     for payload in "ab":
         _send(client, pool, tick, payload)
         asyncio.run(worker.run(until_idle=True))

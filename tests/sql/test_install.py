@@ -543,7 +543,7 @@ def test_a_call_names_the_function_that_a_queue_lacks_and_an_install_creates_it(
     ("version", "error", "hint"),
     [
         ("0.6.0", r"cannot upgrade from pgque 0\.6\.0 to {this}", "pgque install --version 0.8.0"),
-        ("0.10.0", "newer than {this} of this", "version 0.10.0 or later"),
+        ("99.0.0", "newer than {this} of this", "version 99.0.0 or later"),
     ],
 )
 def test_a_version_that_is_too_old_or_newer_than_the_file_is_refused_and_stays_as_it_is(
