@@ -39,11 +39,10 @@ ODD = "100% :name %(x)s $1 it's \\ é"
 # All that an install defines: a colon or a percent sign that went missing would show. Queues have functions
 # of their own, whose names end in a number.
 DEFINED = r"""
-select pgque.version(), count(*), md5(string_agg(p.prosrc || pg_get_function_arguments(p.oid), '' order by
-  p.oid::regprocedure::text)), (select md5(string_agg(d.description, '' order by d.description)) from
-  pg_description d
-   join pg_proc f on f.oid = d.objoid and d.classoid = 'pg_proc'::regclass where f.pronamespace =
-'pgque'::regnamespace) from pg_proc p where p.pronamespace = 'pgque'::regnamespace and p.proname !~ '_\d+$'
+select pgque.version(), count(*), md5(string_agg(p.prosrc || pg_get_function_arguments(p.oid), '' order by p.oid::regprocedure::text)),
+  (select md5(string_agg(d.description, '' order by d.description)) from pg_description d
+   join pg_proc f on f.oid = d.objoid and d.classoid = 'pg_proc'::regclass where f.pronamespace = 'pgque'::regnamespace)
+from pg_proc p where p.pronamespace = 'pgque'::regnamespace and p.proname !~ '_\d+$'
 """
 
 

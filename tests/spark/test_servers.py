@@ -934,10 +934,10 @@ def test_servers_and_tasks_that_die_lose_and_double_nothing(
 
 JOB = """
 import json, os
-source, sink, checkpoint = (json.loads(os.environ[f"JOB_{name}"]) for name in ("SOURCE", "SINK",
-"CHECKPOINT")) frame = spark.readStream.format("pgque").options(**source).load() writer =
-frame.selectExpr("concat('<', payload, '>') as payload").writeStream.format("pgque").options(**sink) if
-len(sys.argv) > 1:
+source, sink, checkpoint = (json.loads(os.environ[f"JOB_{name}"]) for name in ("SOURCE", "SINK", "CHECKPOINT"))
+frame = spark.readStream.format("pgque").options(**source).load()
+writer = frame.selectExpr("concat('<', payload, '>') as payload").writeStream.format("pgque").options(**sink)
+if len(sys.argv) > 1:
     writer = writer.trigger(availableNow=True)
 query = writer.option("checkpointLocation", checkpoint).start()
 print("RUNNING", flush=True)
