@@ -39,11 +39,6 @@ def run(*arguments: str, stdin: str | None = None, code: int = 0, env: dict[str,
     return done.stdout if code in (0, 3) else done.stderr
 
 
-@pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
 def test_the_help_lists_every_command_and_the_exit_codes() -> None:
     text = run("--help")
     for word in (

@@ -39,11 +39,6 @@ def run(dsn: str) -> Run:
     return do
 
 
-@pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
 def shell(line: str, dsn: str, **env: str) -> subprocess.CompletedProcess[bytes]:
     """Run a line of shell in which "$@" is the command."""
     return subprocess.run(

@@ -24,11 +24,6 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def consumer(client: pgque.PgqueClient, queue: str) -> str:
     client.subscribe(queue, "c")
     return "c"

@@ -31,11 +31,6 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def subscribed(client: pgque.PgqueClient, queue: str) -> str:
     client.subscribe(queue, "c")
     return queue

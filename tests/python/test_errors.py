@@ -18,11 +18,6 @@ from support import servers
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 
-@pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
 @pytest.mark.parametrize("state", sorted(BY_SQLSTATE))
 def test_each_sqlstate_has_its_class(conn: Connection, state: str) -> None:
     raising = sql.SQL(

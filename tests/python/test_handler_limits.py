@@ -24,19 +24,6 @@ Wait = Callable[..., None]
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 
-@pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
-def pool(client: pgque.PgqueClient, queue: str) -> str:
-    """The name of a queue with the consumer c, whose messages are tried once."""
-    client.subscribe(queue, "c")
-    client.admin.set_queue_config(queue, "max_retries", 0)
-    return queue
-
-
 class _Unreadable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")

@@ -36,11 +36,6 @@ needs_limit = pytest.mark.skipif(_is_read(DEEP), reason="this Python reads what 
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def subscribed(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c, where what fails is a dead letter."""
     client.subscribe(queue, "c")

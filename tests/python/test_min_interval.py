@@ -87,11 +87,6 @@ def running(runner: Runner) -> AbstractContextManager[threading.Thread]:
     return threads.running(runner.run, runner.stop, 20)
 
 
-@pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
 KINDS = ["consumer", "transactional", "subconsumer", "worker"]
 
 

@@ -19,11 +19,6 @@ Tick = Callable[[str], int | None]
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 
-@pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
 # The client's methods before it had groups, and those of 0.6 that were renamed then.
 STAY = """
     ack archive cancel dead extend force_next_tick nack peek receive receive_coop release send send_batch send_idem

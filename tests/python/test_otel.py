@@ -27,11 +27,6 @@ _exporter = InMemorySpanExporter()
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def spans() -> Iterator[InMemorySpanExporter]:
     """What was traced, with tracing enabled."""
     if not isinstance(trace.get_tracer_provider(), TracerProvider):

@@ -174,11 +174,6 @@ def encode(value: object) -> object:
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def subscribed(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c."""
     client.subscribe(queue, "c")
@@ -1004,9 +999,9 @@ def test_annotations_are_found_on_every_kind_of_callable(dsn: str) -> None:
     for handler, result, expected in forms:
         worker = pgque.Worker(dsn, queue="q", consumer="c")
         assert worker.handler("t")(handler) is handler
-        found: Any = worker._handlers.find(message)
+        found: Any = worker._handlers.of(message)
         assert found is not None
-        found(message)
+        found.call(message)
         assert result() == expected, handler
         assert worker._handlers.by_type["t"] is handler
 
@@ -1014,10 +1009,10 @@ def test_annotations_are_found_on_every_kind_of_callable(dsn: str) -> None:
 
     worker = pgque.Worker(dsn, queue="q", consumer="c")
     worker.handler("t")(short)
-    found = worker._handlers.find(message)
+    found = worker._handlers.of(message)
     assert found is not None
     with pytest.raises(pgque.PgquePayloadError, match="String should have at most 3 characters"):
-        found(message)
+        found.call(message)
 
 
 def test_a_handler_may_take_any_message(dsn: str) -> None:
@@ -1038,7 +1033,8 @@ def test_a_handler_may_take_any_message(dsn: str) -> None:
     for handler in handlers:
         consumer = pgque.Consumer(dsn, queue="q", name="c")
         consumer.on("t")(handler)
-        assert consumer._handlers.find(Message(1, 2, "t", "x")) is handler
+        found = consumer._handlers.of(Message(1, 2, "t", "x"))
+        assert found is not None and found.call is handler
 
 
 def test_an_annotation_that_is_no_model_is_refused_at_registration(dsn: str) -> None:

@@ -31,11 +31,6 @@ both = pytest.mark.parametrize("kind", [pgque.Worker, pgque.Consumer])
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def subscribed(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c."""
     client.subscribe(queue, "c")

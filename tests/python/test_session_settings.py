@@ -47,11 +47,6 @@ def styled_dsn(request: pytest.FixtureRequest, admin: Any, conn: Connection) -> 
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def busy(client: pgque.PgqueClient, queue: str, tick: Tick) -> tuple[str, int]:
     """The name of a queue with messages in every state, and the batch that its consumer c has open."""
     client.admin.alter_queue(queue, {"rotation_period": PERIOD, "ticker_idle_period": timedelta(seconds=90)})

@@ -84,11 +84,6 @@ KINDS = ["Worker", "AsyncWorker", "Consumer", "AsyncConsumer"]
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def path(dsn: str) -> Iterator[SilentPath]:
     with silent_path(dsn) as path:
         yield path

@@ -34,19 +34,6 @@ kinds = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
-def pool(client: pgque.PgqueClient, queue: str) -> str:
-    """The name of a queue with the consumer c, whose messages are tried once."""
-    client.subscribe(queue, "c")
-    client.admin.set_queue_config(queue, "max_retries", 0)
-    return queue
-
-
 def running(
     worker: Any, handle: Callable[[pgque.Message], object]
 ) -> AbstractContextManager[threading.Thread]:

@@ -31,11 +31,6 @@ def run(dsn: str) -> Run:
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def pool(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c."""
     client.subscribe(queue, "c")

@@ -18,11 +18,6 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def pool(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c."""
     client.subscribe(queue, "c")

@@ -19,11 +19,6 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def work(dsn: str, client: pgque.PgqueClient, queue: str) -> Iterator[pgque.WorkQueue]:
     client.subscribe(queue, "c")
     with pgque.WorkQueue(dsn, queue, consumer="c") as work:

@@ -33,11 +33,6 @@ _CALLS = "messaging.client.operation.duration"
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def sample(queue: str) -> Iterator[Sample]:
     """sample(name, consumer="c", **labels) returns the value of a sample of the queue."""
     registry = CollectorRegistry()

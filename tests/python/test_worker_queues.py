@@ -22,11 +22,6 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def queues(client: pgque.PgqueClient, new_queue: Callable[[], str]) -> list[str]:
     """The names of three queues with the consumer c."""
     names = [new_queue() for _ in range(3)]

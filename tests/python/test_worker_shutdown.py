@@ -74,11 +74,6 @@ class Program:
 
 
 @pytest.fixture
-def client(conn: Connection) -> pgque.PgqueClient:
-    return pgque.PgqueClient(conn)
-
-
-@pytest.fixture
 def pool(client: pgque.PgqueClient, queue: str) -> str:
     """The name of a queue with the consumer c."""
     client.subscribe(queue, "c")

@@ -161,14 +161,6 @@ class Handlers:
                 hint=f'Register one with {self._decorator}("type"), or pass unknown_handler_policy="ack".',
             )
 
-    def find(self, message: Message) -> Callable[..., object] | None:
-        """Return the handler of a message, or else the one of all types, or None.
-
-        It takes a message, whatever its annotation asks for.
-        """
-        found = self.of(message)
-        return None if found is None else found.call
-
     def of(self, message: Message) -> Registered | None:
         """Return what is registered for a message, or else for all types, or None."""
         return self._by_type.get(message.type or "") or self._by_type.get("*")
