@@ -49,9 +49,11 @@ FLOOR = "0.7.0"  # upgrades start here
 OLD = "0.4.3"  # an upgrade from before that goes through 0.8.0
 THROUGH = "0.8.0"
 # What an upgrade makes of schema and data is tried from every version at each landing. Everything else about upgrades
-# is tried from the oldest and the newest one, and from the one between in make test-long.
-EVERY_EARLIER = [FLOOR, pytest.param("0.7.1", marks=pytest.mark.slow), THROUGH]
-EARLIER = [FLOOR, pytest.param("0.7.1", marks=pytest.mark.long), THROUGH]
+# is tried from the oldest and the newest one, and from those between in make test-long.
+BETWEEN = ["0.7.1", THROUGH]
+NEWEST = "0.10.0"
+EVERY_EARLIER = [FLOOR, *(pytest.param(version, marks=pytest.mark.slow) for version in BETWEEN), NEWEST]
+EARLIER = [FLOOR, *(pytest.param(version, marks=pytest.mark.long) for version in BETWEEN), NEWEST]
 
 
 def install(dsn: str) -> list[str]:
