@@ -75,7 +75,17 @@ def spark_home() -> str:
 def package(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The wheel as a file that Spark sends to its workers, and a Python for them that lacks the package."""
     folder = tmp_path_factory.mktemp("package")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT / "python")]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "-w",
+        str(folder),
+        str(ROOT / "python"),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     zipped = folder / "pgque.zip"

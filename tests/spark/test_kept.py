@@ -119,7 +119,9 @@ def test_a_kept_connection_is_replaced_once(reads: Reads) -> None:
         reads()
 
 
-def test_a_task_that_fails_or_is_left_closes_its_connection(reads: Reads, wait_until: Callable[..., None]) -> None:
+def test_a_task_that_fails_or_is_left_closes_its_connection(
+    reads: Reads, wait_until: Callable[..., None]
+) -> None:
     with pytest.raises(PgqueError, match="queue not found"):
         reads(queue="no_such_queue")
     wait_until(lambda: not reads.sessions(), "the one that failed is closed")
