@@ -44,7 +44,7 @@ class PgqueHistoryReader(PgqueStreamReader):
         self._reached = self._places(at)
         upto = self._next(at, self._limits(limit)[0]) if "archive" in at else None
         if upto is None:
-            found = super().latestOffset(_without(at), limit)
+            found = self._next_offset(_without(at), limit)
         else:
             driver = self._connected()
             self._reached = driver.known(self._reached)
@@ -52,11 +52,13 @@ class PgqueHistoryReader(PgqueStreamReader):
             # The queue goes on meanwhile.
             driver.forget_report()
             self._pace.planned(behind=True)
+        self._finish(start)
         self._at = found
         return found
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Split a piece of the archive by the ids of its messages, or what lies between two ticks."""
+        self._begin(start, end)
         if "archive" not in end:
             self._at = end
             return super().partitions(_without(start), end)
