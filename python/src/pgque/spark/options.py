@@ -6,6 +6,7 @@ python -m pgque.spark.options     print the table in Markdown
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ WAIT = "wait"
 
 # Of startingAt
 ARCHIVE = "archive"
+# Of maxEventsPerTrigger: a bigint that no queue reaches
+ALL = 2**62
 
 KEEP = "keep"
 DEAD = "dead"
@@ -77,6 +80,20 @@ def _count(value: str) -> int:
     if number < 1:
         raise ValueError("a whole number of at least 1")
     return number
+
+
+def _count_or_all(value: str) -> int:
+    try:
+        return ALL if value.lower() == "all" else min(_count(value), ALL)
+    except ValueError as wanted:
+        raise ValueError(f"{wanted}, or all") from None
+
+
+def _duration(value: str) -> float:
+    found = re.fullmatch(r"(\d{1,9}) *(ms|s|m|h)", value.strip().lower())
+    if found is None:
+        raise ValueError("a number of ms, s, m or h, such as 90s or 15m")
+    return int(found[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _half_a_day(value: str) -> int:
@@ -172,7 +189,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("archiveOf", "none", frozenset({STREAM_READ}), "with `startingAt=archive`: consumer of the queue whose archive is read first", _text, "0.7"),
     Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _text),
     Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time; see Limits", _text),
-    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "messages in a micro-batch: whole ticks, at least one, unless the queue has a `max_window`", _count),
+    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "most messages in a micro-batch: whole ticks, at least one, unless the queue has a `max_window`; all: one micro-batch of what is there", _count_or_all),
+    Option("minEventsPerTrigger", "none", frozenset({STREAM_READ}), "a micro-batch waits for at least as many new messages, but not in a run with `once` or `availableNow`, nor for the first one of a run", _count, "0.11"),
+    Option("maxTriggerDelay", "15m", frozenset({STREAM_READ}), "with `minEventsPerTrigger`: how long it waits at most, such as 500ms, 90s, 15m or 1h", _duration, "0.11"),
     Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "ticks in a micro-batch", _count),
     Option("numPartitions", "4", _READ, "tasks at most, each with a connection; 1 keeps the order", _count),
     Option("fetchSize", "10000", _READ, "rows in a record batch", _count),
@@ -211,6 +230,8 @@ class Options:
     archiveOf: str | None = None
     endingAt: str = "latest"
     maxEventsPerTrigger: int | None = None
+    minEventsPerTrigger: int | None = None
+    maxTriggerDelay: float | None = None
     maxTicksPerTrigger: int | None = None
     numPartitions: int = 4
     fetchSize: int = 10_000
@@ -329,6 +350,14 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
         )
     if modes == (STREAM_READ,):
         _check_archive(options)
+    if options.minEventsPerTrigger is None:
+        if options.maxTriggerDelay is not None:
+            raise PgqueBadArgumentError("option maxTriggerDelay needs minEventsPerTrigger")
+    elif options.minEventsPerTrigger > (options.maxEventsPerTrigger or ALL):
+        raise PgqueBadArgumentError(
+            f"option minEventsPerTrigger is {options.minEventsPerTrigger}, above maxEventsPerTrigger, which is"
+            f" {options.maxEventsPerTrigger}: no micro-batch can have both"
+        )
     if modes == (BATCH_READ,) and "committed" in (options.startingAt, options.endingAt):
         raise PgqueBadArgumentError("startingAt and endingAt of a batch read cannot be committed")
     if modes == (BATCH_WRITE,) and (options.sinkId is None) != (options.epoch is None):
