@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
+    from pgque.spark.source import PgqueStreamReader
+
 SPARK_CONF = {"spark.master": "local[2,2]"}  # a failed task is run once more
 
 Batches = list[tuple[int, list[Any]]]
@@ -622,6 +624,78 @@ def test_a_trigger_of_once_reads_everything(source: Source, conn: Connection) ->
     query = source.start(source.stream(startingAt="earliest", maxTicksPerTrigger=1), box, once=True)
     assert query.awaitTermination(60)
     assert [len(batch) for _, batch in box] == ([30] if newest_spark() else [10])
+
+
+def pass_ids(conn: Connection, queue: str, count: int) -> int:
+    """Send one message and make a tick that counts as `count` messages, as after sends that were rolled back."""
+    send(conn, queue)
+    value(
+        conn,
+        "select setval(q.queue_event_seq, nextval(q.queue_event_seq) + %s) from pgque.queue q where q.queue_name = %s",
+        count - 2,
+        queue,
+    )
+    return forced_tick(conn, queue)
+
+
+def direct(source: Source, **given: object) -> PgqueStreamReader:
+    """Return the reader of a stream, to call it as Spark does."""
+    from pyspark.sql.types import StructType
+
+    from pgque.spark import options
+    from pgque.spark.source import PgqueStreamReader
+
+    told = source.options({"consumer": "c", "pollIntervalMs": 0, **given})
+    return PgqueStreamReader(options.parse(told, options.STREAM_READ), StructType([]))
+
+
+def test_windows_grow_while_a_stream_catches_up(source: Source, conn: Connection) -> None:
+    from pgque.spark._compat import ReadMaxRows
+
+    for most, sizes in ((None, [2, 2, 8, 28]), (100_000, [2, 2, 4, 4, 4])):
+        subscribe(conn, source.queue)
+        ticks = [pass_ids(conn, source.queue, 25_000) for _ in range(40)]
+        limited = {} if most is None else {"maxEventsPerTrigger": most}
+        stream = direct(source, **limited)
+        at = stream.initialOffset()
+        found = []
+        while at["tick"] < ticks[-1]:
+            before, at = at["tick"], stream.latestOffset(at, ReadMaxRows(1))
+            found.append(at["tick"] - before)
+        stream.commit(at)
+        stream.stop()
+        assert found[: len(sizes)] == sizes
+        assert sum(found) == 40
+
+
+def test_windows_have_the_size_that_takes_a_few_seconds() -> None:
+    from pgque.spark._pace import Pace
+
+    pace, now = Pace(None), 999_987.5
+    sizes = [pace.next(now)]
+    # The first micro-batch, which waits for Spark's workers, says nothing. The last one is a pause of Spark,
+    # whose trigger of a minute begins at whole minutes.
+    for seconds, behind in (
+        (9, True),
+        (1, True),
+        (1.5, True),
+        (1, False),
+        (6, True),
+        (90, True),
+        (32.05, True),
+    ):
+        pace.planned(behind)
+        now += seconds
+        sizes.append(pace.next(now))
+    assert sizes == [50_000, 50_000, 150_000, 300_000, 300_000, 150_000, 75_000, 75_000 * 32]
+
+
+@pytest.mark.skipif(not newest_spark(), reason="PySpark 4.0 and 4.1 ask for all that is there")
+def test_one_micro_batch_may_have_all_that_is_there(source: Source, conn: Connection) -> None:
+    for most, batches in (({}, 3), ({"maxEventsPerTrigger": "all"}, 1)):
+        for _ in range(3):
+            pass_ids(conn, source.queue, 50_000)
+        assert len(source.run(source.stream(startingAt="earliest", **most))) == batches
 
 
 # --- Several queues -----------------------------------------------------------------------------------

@@ -18,9 +18,6 @@ from ._compat import ReadLimit
 from ._offset import Places
 from .source import PgqueStreamReader, refuse_loss
 
-# Messages of a micro-batch without maxEventsPerTrigger: the server sorts those of a task.
-_PIECE = 1_000_000
-
 
 class PgqueHistoryReader(PgqueStreamReader):
     """Read a stream that begins in an archive.
@@ -45,7 +42,7 @@ class PgqueHistoryReader(PgqueStreamReader):
         """Return the end of the next piece of the archive; behind it, that of the next micro-batch."""
         at = self._here(start or self._at or self.initialOffset())
         self._reached = self._places(at)
-        upto = self._next(at, self._options.maxEventsPerTrigger or _PIECE) if "archive" in at else None
+        upto = self._next(at, self._limits(limit)[0]) if "archive" in at else None
         if upto is None:
             found = super().latestOffset(_without(at), limit)
         else:
@@ -54,6 +51,7 @@ class PgqueHistoryReader(PgqueStreamReader):
             found = {**self._offset(self._reached), "archive": {**at["archive"], "after": upto}}
             # The queue goes on meanwhile.
             driver.forget_report()
+            self._pace.planned(behind=True)
         self._at = found
         return found
 
@@ -101,8 +99,8 @@ class PgqueHistoryReader(PgqueStreamReader):
         refuse_loss(self._options, queue, text)
         return self.initialOffset()
 
-    def _next(self, offset: Mapping[str, Any], count: int) -> int | None:
-        """Return the end of the next `count` messages of the archive; None if there are none."""
+    def _next(self, offset: Mapping[str, Any], count: int | None) -> int | None:
+        """Return the end of the next `count` messages of the archive, or of all; None if there are none."""
         parsed = self._options
         ((queue, place),) = self._places(offset).items()
         of, after = offset["archive"]["of"], offset["archive"]["after"]

@@ -27,6 +27,8 @@ WAIT = "wait"
 
 # Of startingAt
 ARCHIVE = "archive"
+# Of maxEventsPerTrigger: a bigint that no queue reaches
+ALL = 2**62
 
 KEEP = "keep"
 DEAD = "dead"
@@ -77,6 +79,13 @@ def _count(value: str) -> int:
     if number < 1:
         raise ValueError("a whole number of at least 1")
     return number
+
+
+def _count_or_all(value: str) -> int:
+    try:
+        return ALL if value.lower() == "all" else min(_count(value), ALL)
+    except ValueError as wanted:
+        raise ValueError(f"{wanted}, or all") from None
 
 
 def _half_a_day(value: str) -> int:
@@ -172,7 +181,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("archiveOf", "none", frozenset({STREAM_READ}), "with `startingAt=archive`: consumer of the queue whose archive is read first", _text, "0.7"),
     Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _text),
     Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time; see Limits", _text),
-    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "messages in a micro-batch: whole ticks, at least one, unless the queue has a `max_window`", _count),
+    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "most messages in a micro-batch: whole ticks, at least one, unless the queue has a `max_window`; all: one micro-batch of what is there", _count_or_all),
     Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "ticks in a micro-batch", _count),
     Option("numPartitions", "4", _READ, "tasks at most, each with a connection; 1 keeps the order", _count),
     Option("fetchSize", "10000", _READ, "rows in a record batch", _count),

@@ -25,6 +25,7 @@ from . import _connect, _window, options
 from ._compat import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from ._lag import lags
 from ._offset import Place, Places, dump, load
+from ._pace import Pace
 from ._window import Task, Window
 from .options import Options
 
@@ -37,7 +38,6 @@ log = logging.getLogger("pgque.spark")
 
 # How long a new stream waits for its predecessor's connection to end.
 _PREDECESSOR_TIMEOUT = 5.0
-_NO_LIMIT = 2**62
 # When the driver's host is lost, nothing closes its connection. The server would keep the session, and with
 # it the consumer's lock, until the system's keepalives notice, mostly after two hours; all that time a
 # restarted query would fail with PQ006.
@@ -48,6 +48,8 @@ _KEEPALIVES = (
 )
 # Of each queue
 Ticks: TypeAlias = dict[str, int]
+# The most messages and ticks in a micro-batch
+Limits: TypeAlias = tuple[int | None, int | None]
 
 _POSITION = "select i.last_tick from pgque.get_consumer_info(%s, %s) as i"
 
@@ -141,6 +143,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         self._layout = _window.layout(parsed, schema)
         self._driver: _Driver | None = None
         self._upto: Ticks = {}
+        self._pace = Pace(parsed.maxEventsPerTrigger)
         self._reached: Places | None = None
         self._replayed = 0
 
@@ -184,12 +187,21 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         self._upto = self._connected().newest()
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Return the limit of a micro-batch. Spark has none for ticks, so a limit is only a sign to keep
-        ours."""
+        """Return whether a micro-batch has a limit. Spark knows none that grow and none for ticks, so its
+        number is only a sign."""
         parsed = self._options
-        if parsed.maxEventsPerTrigger is None and parsed.maxTicksPerTrigger is None:
+        if parsed.maxEventsPerTrigger == options.ALL and parsed.maxTicksPerTrigger is None:
             return ReadAllAvailable()
-        return ReadMaxRows(parsed.maxEventsPerTrigger or _NO_LIMIT)
+        return ReadMaxRows(options.ALL)
+
+    def _limits(self, limit: ReadLimit | None) -> Limits:
+        """Return how many messages and ticks the next micro-batch may have."""
+        if isinstance(limit, ReadAllAvailable):
+            return None, None
+        parsed = self._options
+        # 4.0 and 4.1 name no limit. What the first micro-batch leaves, an availableNow run does not read.
+        events = parsed.maxEventsPerTrigger if limit is None else self._pace.next(time.time())
+        return None if events == options.ALL else events, parsed.maxTicksPerTrigger
 
     def latestOffset(
         self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None
@@ -200,7 +212,8 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         reached = self._reached or {} if start is None else self._places(start)
         driver = self._connected()
         after = {queue: reached.get(queue, place) for queue, place in driver.positions().items()}
-        self._reached = driver.next_ticks(after, not isinstance(limit, ReadAllAvailable), self._upto)
+        self._reached, behind = driver.next_ticks(after, self._limits(limit), self._upto)
+        self._pace.planned(behind)
         return self._offset(self._reached)
 
     def reportLatestOffset(self) -> dict[str, Any]:
@@ -319,25 +332,27 @@ class _Driver:
             if self._streams[queue].is_other(place) or place.tick not in (newest[queue], upto.get(queue))
         ]
 
-    def next_ticks(self, after: Places, limited: bool, upto: Ticks, others: int = 0) -> Places:
-        """Return the ends of the next micro-batch behind `after`. The queues that have something new share
-        the limit of messages, with as many others."""
+    def next_ticks(self, after: Places, limits: Limits, upto: Ticks, others: int = 0) -> tuple[Places, bool]:
+        """Return the ends of the next micro-batch behind `after`, and whether it leaves messages unread. The
+        queues that have something new share the limit of messages, with as many others."""
         new = self.new(after, upto)
-        parsed = self._options
-        max_events = parsed.maxEventsPerTrigger if limited else None
+        max_events, max_ticks = limits
         if max_events is not None and new:
             max_events = max(max_events // (len(new) + others), 1)
-        max_ticks = parsed.maxTicksPerTrigger if limited else None
         found = {
             queue: self._streams[queue].next_place(after[queue], max_events, max_ticks, upto.get(queue))
             for queue in new
         }
+        behind = any(
+            place.is_part or place.tick < upto.get(queue, self._newest[queue])
+            for queue, place in found.items()
+        )
         # A micro-batch of a queue that was created again ends in the new one (failOnDataLoss=false).
         ends = {
             queue: place._replace(incarnation=self._streams[queue].incarnation)
             for queue, place in found.items()
         }
-        return self.known({**after, **ends})
+        return self.known({**after, **ends}), behind
 
     def known(self, places: Places) -> Places:
         """Return places with an incarnation: those of an earlier version's checkpoint have none yet."""
