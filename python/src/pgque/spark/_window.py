@@ -72,12 +72,13 @@ def names(parsed: Options) -> tuple[str, ...]:
 
 def ddl(parsed: Options) -> str:
     """Return the columns that are read, in Spark's notation."""
-    found = [f"{name} {_type(parsed, name)}" for name in names(parsed)]
-    if parsed.payloadSchema is not None:
-        found.append(parsed.payloadSchema)
-        if parsed.badRecords != DEAD:
-            found.append(f"{_typed.CORRUPT} {_TEXT}")
-    return ", ".join(found)
+    found = ", ".join(f"{name} {_type(parsed, name)}" for name in names(parsed))
+    if parsed.payloadSchema is None:
+        return found
+    corrupt = "" if parsed.badRecords == DEAD else f", {_typed.CORRUPT} {_TEXT}"
+    # Spark parses this. Its error points at a line, so the option has lines of its own with its name above;
+    # of columns without struct<>, it would point at the first one whatever is wrong.
+    return f"struct<{found},\n-- option payloadSchema:\n{parsed.payloadSchema}\n{corrupt}>"
 
 
 def _type(parsed: Options, name: str) -> str:
