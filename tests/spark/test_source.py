@@ -1018,7 +1018,7 @@ def test_a_task_reads_in_a_read_only_transaction_under_the_query_s_name(
     assert value(conn, locks, pid) == 0
     assert value(conn, "select state from pg_stat_activity where pid = %s", pid) == "idle in transaction"
     assert sum(batch.num_rows for batch in reading) == 90
-    wait_until(lambda: sessions(conn, source.queue) == [], "the connection is closed")
+    wait_until(lambda: sessions(conn, source.queue) == [], "the connection has the task's name no longer")
 
 
 def test_the_reader_connects_only_when_it_is_asked(source: Source, conn: Connection) -> None:

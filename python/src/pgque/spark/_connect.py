@@ -42,10 +42,12 @@ def parameters(connection: Mapping[str, str]) -> dict[str, str]:
 
     Raises PgqueBadArgumentError, whose message never holds the url.
     """
+    url = connection.get("url", "")
+    if not url:
+        return {name: value for name, value in connection.items() if name != "url"}
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
-    url = connection.get("url", "")
     if url.lower().startswith("jdbc:"):
         found = _from_jdbc(url)
     else:
@@ -168,13 +170,29 @@ def session_name(queue: str | None, consumer: str | None) -> str:
 
 def dsn(connection: Mapping[str, str], name: str) -> str:
     """Return libpq's connection string of a session that appears under `name` in pg_stat_activity."""
-    from psycopg.conninfo import make_conninfo
+    from ..client.dsn import given_or_default, keepalives
 
-    from ..client.dsn import with_keepalives
+    given = parameters(connection or {"url": given_or_default("")})
+    fixed = {"application_name": name[:63], "client_encoding": "utf8"}
+    found = {**keepalives(given), **given, **fixed}
+    quoted = {name: _escaped(value, "\\'") for name, value in found.items()}
+    return " ".join(f"{name}='{value}'" for name, value in quoted.items())
 
-    with errors():
-        given = make_conninfo("", **parameters(connection))
-        return make_conninfo(with_keepalives(given, name), application_name=name[:63], client_encoding="utf8")
+
+def _escaped(value: str, quote: str) -> str:
+    return value.replace("\\", "\\\\").replace("'", quote)
+
+
+def literal(value: str | int | Sequence[str] | None) -> str:
+    """Return a value as SQL, whatever the server's standard_conforming_strings."""
+    if value is None:
+        return "null"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        escaped = _escaped(value, "''")
+        return f" E'{escaped}'"
+    return f"array[{', '.join(map(literal, value))}]::text[]"
 
 
 def connect(connection: Mapping[str, str], name: str, *, autocommit: bool = False) -> Connection:

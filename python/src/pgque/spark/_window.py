@@ -9,19 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import InputPartition
 
 from ..errors import PgqueBadArgumentError, PgqueError, PgqueTickNotFoundError
-from . import _connect, _typed
+from . import _connect, _kept, _typed
 from ._offset import Place
 from .options import DEAD, READ_COLUMNS, Options
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from adbc_driver_manager import AdbcConnection, AdbcDatabase
     from pyspark.sql.types import StructField, StructType
 
 log = logging.getLogger("pgque.spark")
@@ -47,9 +45,7 @@ _HEADERS = (
     "case when w.ev_headers is not null then array(select h.{} from jsonb_each_text(w.ev_headers) as h) end"
 )
 # The query runs as long as Spark takes rows from it, so it has no time limit of its own.
-_SETTINGS = (
-    "select set_config('transaction_read_only', 'on', true), set_config('statement_timeout', '0', true)"
-)
+_SETTINGS = {"transaction_read_only": "on", "statement_timeout": "0"}
 
 
 def label(parsed: Options) -> str:
@@ -234,9 +230,7 @@ def _types(parsed: Options) -> list[str] | None:
 
 
 def _call(name: str, *arguments: Any) -> str:
-    from psycopg import sql
-
-    listed = ", ".join(sql.Literal(argument).as_string(None) for argument in arguments)
+    listed = ", ".join(_connect.literal(argument) for argument in arguments)
     return f"pgque.{name}({listed})"
 
 
@@ -267,17 +261,17 @@ def _read(parsed: Options, wanted: Layout, window: Window) -> Iterator[pa.Record
     from adbc_driver_manager._reader import AdbcRecordBatchReader
 
     make = _BatchMaker(parsed, wanted, window)
+    name = _connect.session_name(window.queue, parsed.consumer)
     failed: PgqueError
     try:
-        with _connection(parsed, window.queue) as conn, adbc.AdbcStatement(conn) as statement:
-            for query in (_SETTINGS, _query(parsed, wanted, window)):
-                statement.set_sql_query(query)
-                stream, _ = statement.execute_query()
-                # Its errors are ADBC's, with SQLSTATE, where those of pyarrow's own reader are only text.
-                batches = AdbcRecordBatchReader._import_from_c(stream.address)
-                if query is _SETTINGS:
-                    batches.read_all()
-            for found in batches:
+        with (
+            _kept.transaction(parsed.connection, name, _SETTINGS) as conn,
+            adbc.AdbcStatement(conn) as statement,
+        ):
+            statement.set_sql_query(_query(parsed, wanted, window))
+            stream, _ = statement.execute_query()
+            # Its errors are ADBC's, with SQLSTATE, where those of pyarrow's own reader are only text.
+            for found in AdbcRecordBatchReader._import_from_c(stream.address):
                 made, bad = make(found)
                 if bad:
                     _stage(parsed, window, bad)
@@ -307,22 +301,6 @@ def _stage(parsed: Options, window: Window, bad: dict[int, str]) -> None:
                 window.incarnation,
             ],
         )
-
-
-def _connection(parsed: Options, queue: str) -> AdbcConnection:
-    import adbc_driver_manager as adbc
-
-    dsn = _connect.dsn(parsed.connection, _connect.session_name(queue, parsed.consumer))
-    return adbc.AdbcConnection(_database(dsn), **{"adbc.connection.autocommit": "false"})
-
-
-@lru_cache(maxsize=64)
-def _database(dsn: str) -> AdbcDatabase:
-    """Return where ADBC connects to. It reads all types and columns of the database for that, and keeps no
-    connection: once for each of Spark's worker processes is enough."""
-    import adbc_driver_postgresql
-
-    return adbc_driver_postgresql.connect(dsn)
 
 
 def _query(parsed: Options, wanted: Layout, window: Window) -> str:
