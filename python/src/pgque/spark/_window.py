@@ -15,6 +15,7 @@ from pyspark.sql.datasource import InputPartition
 
 from ..errors import PgqueBadArgumentError, PgqueError, PgqueTickNotFoundError
 from . import _connect, _kept, _typed
+from ._needs import packages
 from ._offset import Place
 from .options import DEAD, READ_COLUMNS, Options
 
@@ -31,6 +32,7 @@ _MAP = "map<string,string>"
 _COLUMNS = {
     "server": (_TEXT, ""),
     "queue": (_TEXT, ""),
+    "tick_id": ("bigint", "w.tick_id"),
     "msg_id": ("bigint", "w.ev_id"),
     "type": (_TEXT, "w.ev_type"),
     "payload": (_TEXT, "w.ev_data"),
@@ -60,6 +62,7 @@ def names(parsed: Options) -> tuple[str, ...]:
     wanted = {
         "server": parsed.servers is not None,
         "queue": parsed.queues is not None,
+        "tick_id": False,
         "payload": parsed.payloadSchema is None,
         "headers": parsed.includeHeaders,
     }
@@ -68,12 +71,13 @@ def names(parsed: Options) -> tuple[str, ...]:
 
 def ddl(parsed: Options) -> str:
     """Return the columns that are read, in Spark's notation."""
-    found = [f"{name} {_type(parsed, name)}" for name in names(parsed)]
-    if parsed.payloadSchema is not None:
-        found.append(parsed.payloadSchema)
-        if parsed.badRecords != DEAD:
-            found.append(f"{_typed.CORRUPT} {_TEXT}")
-    return ", ".join(found)
+    found = ", ".join(f"{name} {_type(parsed, name)}" for name in names(parsed))
+    if parsed.payloadSchema is None:
+        return found
+    corrupt = "" if parsed.badRecords == DEAD else f", {_typed.CORRUPT} {_TEXT}"
+    # Spark parses this. Its error points at a line, so the option has lines of its own with its name above;
+    # of columns without struct<>, it would point at the first one whatever is wrong.
+    return f"struct<{found},\n-- option payloadSchema:\n{parsed.payloadSchema}\n{corrupt}>"
 
 
 def _type(parsed: Options, name: str) -> str:
@@ -256,8 +260,10 @@ def read(parsed: Options, wanted: Layout, partition: InputPartition) -> Iterator
 
 
 def _read(parsed: Options, wanted: Layout, window: Window) -> Iterator[pa.RecordBatch]:
-    import adbc_driver_manager as adbc
-    from adbc_driver_manager._reader import AdbcRecordBatchReader
+    with packages():
+        import adbc_driver_manager as adbc
+        import adbc_driver_postgresql  # noqa: F401
+        from adbc_driver_manager._reader import AdbcRecordBatchReader
 
     make = _BatchMaker(parsed, wanted, window)
     name = _connect.session_name(window.queue, parsed.consumer)
@@ -315,7 +321,31 @@ def _query(parsed: Options, wanted: Layout, window: Window) -> str:
         fields += ["w.ev_data as text", "w.ev_bytes as bytes"]
         if parsed.badRecords == DEAD:
             fields.append("w.ev_id as id")
-    return f"select {', '.join(fields or ['1 as one'])} from {window.rows(parsed)} as w"
+    rows = _by_tick(parsed, window) if "tick_id" in wanted.message else window.rows(parsed)
+    return f"select {', '.join(fields or ['1 as one'])} from {rows} as w"
+
+
+def _by_tick(parsed: Options, window: Window) -> str:
+    """Return a query for the messages of a window with the tick that made each visible: tick after tick, so
+    that each of them costs the server a query, and who does not ask for it pays nothing."""
+    if isinstance(window, Archived):
+        return f"(select null::bigint as tick_id, a.* from {window.rows(parsed)} as a)"
+    queue, to_tick = _connect.literal(window.queue), window.to_tick
+    incarnation = f"{_connect.literal(window.incarnation)}::uuid"
+    chosen = (parsed.consumer, _types(parsed), window.parts, window.part)
+    rest = ", ".join(_connect.literal(value) for value in chosen)
+    part = f"{_connect.literal(window.after)}, {_connect.literal(window.upto)}"
+    return f"""(
+      with recursive t (before, tick_id) as (
+        select null::bigint, {window.from_tick}::bigint
+        union all
+        select t.tick_id, pgque.next_tick({queue}, t.tick_id, null, 1, {to_tick}, {incarnation}) from t
+        where t.tick_id < {to_tick}
+      )
+      select t.tick_id, e.*
+      from (select t.* from t where t.before is not null offset 0) as t
+      cross join lateral pgque.read_window({queue}, t.before, t.tick_id, {rest}, {incarnation}, {part}) as e
+    )"""
 
 
 class _BatchMaker:
