@@ -682,9 +682,9 @@ def cursor_of(conn: Connection, queue: str, start: int, end: int, columns: str, 
 
 def test_a_cursor_returns_the_columns_that_are_asked_for(conn: Connection, subscribed: str) -> None:
     start = tick_for(conn, subscribed, "latest")
-    call = "select pgque.send(queue_name => %s, payload => %s, headers => %s::jsonb, partition_key => %s)"
+    call = "select pgque.send(queue_name => %s, type_name => 't', payload => %s, headers => %s::jsonb, partition_key => %s)"
     value(conn, call, subscribed, "é", '{"a": 1, "b": null, "c": "x"}', "k")
-    value(conn, "select pgque.send(%s, '\\x00ff'::bytea)", subscribed)
+    value(conn, "select pgque.send_batch(%s, 't', array['\\x00ff'::bytea])", subscribed)
     end = forced_tick(conn, subscribed)
     found = cursor_of(conn, subscribed, start, end, "payload,key,header_names,header_values,ev_id,ev_data,payload")
     ids = window(conn, subscribed, start, end)
@@ -702,7 +702,7 @@ def test_a_cursor_returns_the_columns_that_are_asked_for(conn: Connection, subsc
 
 def test_parts_by_key_keep_the_order_of_each_key(conn: Connection, subscribed: str) -> None:
     start = tick_for(conn, subscribed, "latest")
-    call = "select pgque.send(queue_name => %s, payload => 'x', partition_key => %s)"
+    call = "select pgque.send(queue_name => %s, type_name => 't', payload => 'x', partition_key => %s)"
     for n in range(60):
         value(conn, call, subscribed, None if n % 3 == 0 else f"k{n % 7}")
     end = forced_tick(conn, subscribed)

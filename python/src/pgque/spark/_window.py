@@ -44,9 +44,14 @@ _COLUMNS = {
 # What is not a string stays JSON. ADBC has lists, and no maps: their keys and their values, in one order.
 _HEADERS = ("header_names", "header_values")
 _CURSOR = "pgque"
-# The query runs as long as Spark takes rows from it, so it has no time limit of its own.
-# work_mem is that of a sort.
-_SETTINGS = {"transaction_read_only": "on", "statement_timeout": "0", "work_mem": "64MB"}
+# The cursor is open as long as Spark takes rows from it, so neither a FETCH nor the time between two of them has
+# a limit. work_mem is that of a sort.
+_SETTINGS = {
+    "transaction_read_only": "on",
+    "statement_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+    "work_mem": "64MB",
+}
 
 
 def label(parsed: Options) -> str:
