@@ -278,8 +278,69 @@ def test_a_single_heavy_tick_is_read_by_several_tasks(source: Source, conn: Conn
     found = source.batch(numPartitions=4).groupBy(f.spark_partition_id().alias("p")).count().collect()
     assert len(found) == 4
     assert all(row["count"] == 1000 for row in found)
+    # Each has a range of ids.
+    spans = [f.min("msg_id"), f.max("msg_id")]
+    found = source.batch(numPartitions=4).groupBy(f.spark_partition_id()).agg(*spans).collect()
+    assert sorted(row[2] - row[1] for row in found) == [999] * 4
     got = Counter(row.payload for row in source.batch(numPartitions=3).collect())
     assert got == Counter(str(n) for n in range(1, 4001))
+
+
+def test_all_messages_of_a_key_are_in_one_partition_and_in_order(
+    source: Source, conn: Connection, new_queue: Callable[[], str]
+) -> None:
+    from pyspark.sql import functions as f
+
+    other = new_queue()
+    configure(conn, source.queue, max_window="40")
+    call = "select count(pgque.send_batch(%s, 't', array(select i::text from generate_series(1, 100) i), partition_keys => array(select nullif('k' || i %% 9, 'k0') from generate_series(1, 100) i)))"
+    for queue in (source.queue, other):
+        subscribe(conn, queue)
+        for _ in range(2):
+            value(conn, call, queue)
+            forced_tick(conn, queue)
+    spread: list[list[Any]] = []
+
+    def each(batch: DataFrame, _: int) -> None:
+        place = batch.withColumn("p", f.spark_partition_id()).withColumn("at", f.monotonically_increasing_id())
+        spread.append(place.orderBy("at").collect())
+
+    queues = f"{source.queue},{other}"
+    stream = source.stream(queues=queues, splitBy="key", numPartitions=3, columns="queue,msg_id,key")
+    writer = stream.writeStream.foreachBatch(each).option("checkpointLocation", source.checkpoint)
+    assert writer.trigger(availableNow=True).start().awaitTermination(60)
+    assert sorted((row.queue, row.msg_id) for batch in spread for row in batch) == sorted(
+        (queue, msg_id) for queue in (source.queue, other) for msg_id in range(1, 201)
+    )
+    for batch in spread:
+        of_key: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for row in batch:
+            if row.key is not None:
+                of_key.setdefault((row.queue, row.key), []).append((row.p, row.msg_id))
+        for found in of_key.values():
+            assert len({p for p, _ in found}) == 1
+            assert found == sorted(found)
+    assert len({row.p for row in spread[0]}) == 3
+
+
+def test_a_task_whose_rows_spark_takes_slowly_is_not_ended_by_the_timeout_of_its_role(
+    source: Source, conn: Connection
+) -> None:
+    from pyspark.sql.types import StructType
+
+    from pgque.spark import options
+    from pgque.spark._window import Task, Window, ddl, layout, read
+
+    send_many(conn, source.queue, 20)
+    tick = forced_tick(conn, source.queue)
+    conn.execute(f"alter role {source.role.name} set idle_in_transaction_session_timeout = '50ms'")
+    given = options.parse(source.options({"fetchSize": 10}), options.BATCH_READ)
+    reading = read(
+        given, layout(given, StructType.fromDDL(ddl(given))), Task([Window(source.queue, tick - 1, tick)])
+    )
+    assert next(reading).num_rows == 10
+    time.sleep(0.3)
+    assert sum(batch.num_rows for batch in reading) == 10
 
 
 def test_a_batch_begins_and_ends_at_the_ticks_that_were_asked_for(source: Source, conn: Connection) -> None:

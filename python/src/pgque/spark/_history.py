@@ -16,6 +16,7 @@ from ..errors import PgqueBadArgumentError
 from . import _window
 from ._compat import ReadLimit
 from ._offset import Places
+from .options import BY_KEY
 from .source import PgqueStreamReader, refuse_loss
 
 
@@ -73,7 +74,9 @@ class PgqueHistoryReader(PgqueStreamReader):
         first = self._next(begin, 1)
         if first is None or first > upto:
             return []
-        count = min(self._options.numPartitions, upto - first + 1)
+        # The archive is not split by key.
+        parts = 1 if self._options.splitBy == BY_KEY else self._options.numPartitions
+        count = min(parts, upto - first + 1)
         bounds = [first - 1 + (upto - first + 1) * part // count for part in range(count + 1)]
         bounds[0] = after
         ((queue, place),) = self._reached.items()

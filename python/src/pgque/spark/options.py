@@ -33,6 +33,7 @@ ALL = 2**62
 
 KEEP = "keep"
 DEAD = "dead"
+BY_TICK = "tick"
 BY_KEY = "key"
 ROUND_ROBIN = "round-robin"
 
@@ -203,8 +204,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("minEventsPerTrigger", "none", frozenset({STREAM_READ}), "a micro-batch waits for at least as many new messages, but not in a run with `once` or `availableNow`, nor for the first one of a run", _count, "0.11"),
     Option("maxTriggerDelay", "15m", frozenset({STREAM_READ}), "with `minEventsPerTrigger`: how long it waits at most, such as 500ms, 90s, 15m or 1h", _duration, "0.11"),
     Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "ticks in a micro-batch", _count),
-    Option("numPartitions", "4", _READ, "tasks at most, each with a connection; 1 keeps the order", _count),
-    Option("fetchSize", "10000", _READ, "rows in a record batch", _count),
+    Option("numPartitions", "4", _READ, "tasks at most, each with a connection", _count),
+    Option("splitBy", BY_TICK, _READ, "how tasks share the messages: tick: each gets a range of ticks or of ids; key: each gets all messages of its keys", _one_of(BY_TICK, BY_KEY), "0.11"),
+    Option("ordered", "false", _READ, "true: each task reads in the order of ids, which costs a sort. It does so anyway with `numPartitions=1` or `splitBy=key`", _truth, "0.11"),
+    Option("fetchSize", "2000", _READ, "rows in a record batch, which the server and a task hold in memory; 200 by default if messages above 2 kB may be among them", _count),
     Option("types", "all", _READ, "message types to read, with commas between them; the server sends no others", _words),
     Option("columns", "all", _READ, "columns to read, with commas between them, in this order; the server sends no others. `tick_id` only if it is named", _columns, "0.7"),
     Option("includeHeaders", "false", _READ, "adds the column headers map<string,string>", _truth),
@@ -244,7 +247,10 @@ class Options:
     maxTriggerDelay: float | None = None
     maxTicksPerTrigger: int | None = None
     numPartitions: int = 4
-    fetchSize: int = 10_000
+    splitBy: str = BY_TICK
+    ordered: bool = False
+    # None: as many as the server says
+    fetchSize: int | None = None
     types: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
     queues: tuple[str, ...] | None = None
@@ -262,6 +268,11 @@ class Options:
     onFull: str = FAIL
     onFullTimeout: int = 300
     batchSize: int = 10_000
+
+    @property
+    def is_ordered(self) -> bool:
+        """Return whether a task reads in the order of ids."""
+        return self.ordered or self.numPartitions == 1 or self.splitBy == BY_KEY
 
     def at(self, server: str | None) -> Options:
         """Return the options for one of several servers."""

@@ -800,13 +800,28 @@ def _tick_for(conn: _connect.Connection, queue: str, at: str, incarnation: str |
 
 
 def _split(
-    conn: _connect.Connection, parsed: Options, queue: str, start: int, end: int, incarnation: str | None
+    conn: _connect.Connection,
+    parsed: Options,
+    queue: str,
+    start: int,
+    end: int,
+    incarnation: str | None,
+    after: int | None = None,
+    upto: int | None = None,
 ) -> list[Window]:
+    """Cut what lies between two ticks, or its part with ids above `after`, up to `upto`."""
+    by_key = parsed.splitBy == options.BY_KEY
     rows = conn.execute(
-        "select w.from_tick, w.to_tick, w.parts, w.part from pgque.split_window(%s, %s, %s, %s, %s) as w",
-        [queue, start, end, parsed.numPartitions, incarnation],
+        "select w.from_tick, w.to_tick, w.after_id, w.upto_id"
+        " from pgque.split_window(%s, %s, %s, %s, %s, %s, %s) as w",
+        [queue, start, end, 1 if by_key else parsed.numPartitions, incarnation, after, upto],
     )
-    return [Window(queue, begin, upto, parts, part, None, incarnation) for begin, upto, parts, part in rows]
+    parts = parsed.numPartitions if by_key else 1
+    return [
+        Window(queue, begins, ends, parts, part, None, incarnation, above, last)
+        for begins, ends, above, last in rows
+        for part in range(parts)
+    ]
 
 
 def _split_places(
@@ -814,43 +829,28 @@ def _split_places(
 ) -> list[Window]:
     """Cut what lies between two places: the rest of the window that one is within, whole windows, and a part
     of the last one."""
+
+    def part(place: Place, after: int | None, upto: int | None) -> list[Window]:
+        ends = place.window or place.tick
+        return _split(conn, parsed, queue, place.tick, ends, incarnation, after, upto)
+
     if start.is_part and start.window == end.window and start.tick == end.tick:
-        return _part(parsed, queue, start, end.after_id, incarnation)
+        return part(start, start.after_id, end.after_id)
     windows: list[Window] = []
     begin = start.tick
     if start.is_part:
-        windows += _part(parsed, queue, start, None, incarnation)
+        windows += part(start, start.after_id, None)
         begin = start.window or begin
     if begin != end.tick:
         windows += _split(conn, parsed, queue, begin, end.tick, incarnation)
     if end.is_part:
-        windows += _part(parsed, queue, end._replace(after_id=None), end.after_id, incarnation)
+        windows += part(end, None, end.after_id)
     return windows
 
 
-def _part(
-    parsed: Options, queue: str, place: Place, upto: int | None, incarnation: str | None
-) -> list[Window]:
-    """Cut a part of a window, behind a place, by the rest that the ids leave."""
-    count = parsed.numPartitions
-    return [
-        Window(
-            queue,
-            place.tick,
-            place.window or place.tick,
-            count,
-            part,
-            None,
-            incarnation,
-            place.after_id,
-            upto,
-        )
-        for part in range(count)
-    ]
-
-
 def _tasks(parsed: Options, windows: list[Window]) -> list[InputPartition]:
-    """Deal windows out to at most `numPartitions` tasks: each queue has up to as many."""
+    """Deal windows out to at most `numPartitions` tasks: each queue has up to as many. With splitBy=key, each
+    queue has as many, in the order of the tasks."""
     count = parsed.numPartitions
     tasks = [windows[first::count] for first in range(min(count, len(windows)))]
     return [Task(_turned(task, number)) for number, task in enumerate(tasks)]
