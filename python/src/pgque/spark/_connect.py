@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from ..errors import PgqueBadArgumentError, PgqueConnectionError, PgqueError, from_fields, from_psycopg
+from ._needs import packages
 
 if TYPE_CHECKING:
     import adbc_driver_manager as adbc
@@ -37,6 +38,7 @@ _ENVIRONMENT = {
 }
 
 
+@packages()
 def parameters(connection: Mapping[str, str]) -> dict[str, str]:
     """Return connection options as libpq's parameters; what stands beside the url goes before it.
 
@@ -195,6 +197,7 @@ def literal(value: str | int | Sequence[str] | None) -> str:
     return f"array[{', '.join(map(literal, value))}]::text[]"
 
 
+@packages()
 def connect(connection: Mapping[str, str], name: str, *, autocommit: bool = False) -> Connection:
     """Open a connection that appears under `name` in pg_stat_activity."""
     import psycopg
@@ -206,7 +209,8 @@ def connect(connection: Mapping[str, str], name: str, *, autocommit: bool = Fals
 @contextmanager
 def errors(queue: str | None = None) -> Iterator[None]:
     """Turn psycopg's errors into ours, without the connection string, the rows and the cause."""
-    import psycopg
+    with packages():
+        import psycopg
 
     try:
         yield
@@ -250,6 +254,8 @@ def _with_cure(known: PgqueError, constraint: str | None, queue: str | None) -> 
     elif constraint == "sink_stage_headers" or (known.sqlstate == "22P02" and "json" in text):
         text = "column headers has a row that is no JSON object"
         hint = "Give a map<string,string>, or a string such as to_json(struct(…))."
+    elif text.startswith("cannot start at "):
+        text = f"option startingAt or endingAt: {text}"
     if hint and hint not in text:
         text = f"{text}. {hint}"
     new = type(known)(text, sqlstate=known.sqlstate, hint=hint, queue=queue)

@@ -10,6 +10,7 @@ from pyspark.sql.datasource import DataSource
 
 from . import _connect, _window, options
 from ._history import PgqueHistoryReader
+from ._needs import check_packages, packages
 from ._servers import PgqueServersReader
 from .sink import PgqueStreamWriter, PgqueWriter
 from .source import PgqueReader, PgqueStreamReader
@@ -21,14 +22,11 @@ if TYPE_CHECKING:
 def _parsed(given: Mapping[str, str], mode: str) -> options.Options:
     """Return the options, with libpq's parameters in place of a url, for which tasks would need psycopg.
 
-    Raises ImportError that says what to install, if psycopg or its library is missing.
+    Raises ImportError that says what to install, if a package of pgque[spark] is missing.
     """
-    try:
+    with packages():
         import psycopg  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"the data source pgque needs: pip install './python[spark]' ({type(error).__name__}: {error})"
-        ) from None
+    check_packages("pyarrow", "adbc_driver_postgresql")
     parsed = options.parse(given, mode)
     return replace(parsed, connection=_connect.parameters(parsed.connection))
 
