@@ -125,7 +125,7 @@ def test_a_task_that_fails_or_is_left_closes_its_connection(
     with pytest.raises(PgqueError, match="queue not found"):
         reads(queue="no_such_queue")
     wait_until(lambda: not reads.sessions(), "the one that failed is closed")
-    left = reads.task(fetchSize=10)
+    left = reads.task(fetchSize="10")
     next(left)
     ((_, name, state),) = reads.sessions()
     assert (name, state) == (f"pgque-spark/{reads.queue}/c", "idle in transaction")
@@ -136,7 +136,7 @@ def test_a_task_that_fails_or_is_left_closes_its_connection(
 def test_tasks_at_one_time_have_connections_of_their_own_and_one_is_kept(
     reads: Reads, wait_until: Callable[..., None]
 ) -> None:
-    first, second = reads.task(fetchSize=10), reads.task(fetchSize=10)
+    first, second = reads.task(fetchSize="10"), reads.task(fetchSize="10")
     next(first), next(second)
     assert len(reads.sessions()) == 2
     assert sum(batch.num_rows for task in (first, second) for batch in task) == 180
