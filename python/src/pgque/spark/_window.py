@@ -203,7 +203,7 @@ class Window(InputPartition):
 
     @property
     def tick_id(self) -> int | None:
-        """The tick that made the messages visible, where the window ends with the first tick after its start."""
+        """The tick that made the messages visible, if there is no other between both."""
         return self.to_tick
 
     def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:
@@ -260,12 +260,12 @@ class Archived(Window):
         """What is archived has no tick any more."""
         return
 
-    def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:  # noqa: ARG002
+    def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:
         """Return the window: it is between no ticks."""
         yield self
 
     def opening(self, parsed: Options, columns: list[str]) -> str:
-        """Return the call that opens the cursor over these columns of the messages, in the order of their ids."""
+        """Return the call that opens the cursor over these columns of the messages, ordered by id."""
         return _call(
             "archive_read_cursor",
             _CURSOR,
