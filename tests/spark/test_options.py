@@ -103,7 +103,9 @@ def test_what_is_needed_is_asked_for() -> None:
     assert "option consumer is missing" in refused({"queue": "q"}, STREAM_READ)
     assert "need each other" in refused({"epoch": "1"}, BATCH_WRITE)
     assert "exactly-once" in refused({"epoch": "1", "sinkId": "s", "delivery": "at-least-once"}, BATCH_WRITE)
-    assert "option startingAt must be earliest, latest" in refused({"queue": "q", "startingAt": "committed"}, BATCH_READ)
+    assert "option startingAt must be earliest, latest" in refused(
+        {"queue": "q", "startingAt": "committed"}, BATCH_READ
+    )
 
 
 def test_places_of_a_queue_are_words_ticks_and_times() -> None:

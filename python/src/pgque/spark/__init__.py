@@ -150,8 +150,8 @@ def queues(spark: SparkSession, **connection: str) -> DataFrame:
 
     Columns: queue; read, write and admin (rights of the role); paused; tick_id (the newest); pending (messages
     that the slowest consumer has ahead of it), lag (age of the oldest of them in seconds); consumers, an array
-    of consumer, tick_id (where it stands), pending and lag. A figure is null if nobody has subscribed, if another
-    session has a table of the queue locked, or if the role may only send. `connection` is url, host, port,
+    of consumer, tick_id (where it stands), pending and lag. A figure is null if nobody has subscribed, if
+    another session has a table of the queue locked, or if the role may only send. `connection` is url, host, port,
     dbname, user, password and so on, as for `format("pgque")`.
     """
     from . import _connect

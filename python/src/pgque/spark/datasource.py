@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def _parsed(given: Mapping[str, str], mode: str) -> options.Options:
-    """Return the options, in which a url has become libpq's parameters: so a task that reads needs no psycopg.
+    """Return the options, in which a url has become libpq's parameters: so a task that reads needs no
+    psycopg.
 
     Raises ImportError that says what to install, if a package of pgque[spark] is missing.
     """

@@ -345,7 +345,9 @@ def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, list[Option]
         )
     if name.lower() == "path":
         return "pgque has no path: say option('queue', …) and call load(), save() or start() without one"
-    return f"unknown option {name}; known here: {', '.join(sorted(found[0].name for found in table.values()))}"
+    return (
+        f"unknown option {name}; known here: {', '.join(sorted(found[0].name for found in table.values()))}"
+    )
 
 
 def _check_together(options: Options, modes: tuple[str, ...]) -> None:
