@@ -1,8 +1,9 @@
 """Connections of tasks, which a task leaves to the next one in the same of Spark's worker processes.
 
-To connect costs more than to read a small window: the server starts a process, checks the password and compiles
-its functions. What a task sets ends with its transaction, so the next task finds a session as good as new. An
-idle connection ends with its worker: Spark stops the workers of an executor that had no task for a minute.
+To connect costs more than to read a small window, because the server starts a process, checks the password
+and compiles its functions. What a task sets ends with its transaction, so the next task finds a session as
+good as new. An idle connection ends with its worker: Spark stops the workers of an executor that had no task
+for a minute.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 _NAME = "pgque-spark/idle"
 # A firewall or a pooler may have forgotten a connection that was idle for longer: it is opened anew.
 _IDLE_SECONDS = 30.0
-# For the first answer on a connection that was idle. The keepalives notice a network that is gone, and nothing
-# else does if something between acknowledges every byte and passes none on.
+# For the first answer on a connection that was idle. The keepalives notice a network that is gone, but not
+# a proxy that acknowledges every byte and passes none on.
 _ANSWER_SECONDS = 10.0
-# So many servers of one task keep theirs
+# A task may have a connection to each of several servers; the last ones are kept.
 _MOST = 4
 
 # By connection string, with the time of the last task; the newest at the end

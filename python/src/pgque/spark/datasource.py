@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def _parsed(given: Mapping[str, str], mode: str) -> options.Options:
-    """Return the options, in which a url has become libpq's parameters: so a task that reads needs no
-    psycopg.
+    """Return the options, with libpq's parameters in place of a url, for which tasks would need psycopg.
 
     Raises ImportError that says what to install, if a package of pgque[spark] is missing.
     """

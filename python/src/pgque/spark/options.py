@@ -6,6 +6,7 @@ python -m pgque.spark.options     print the table in Markdown
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,9 +28,12 @@ WAIT = "wait"
 
 # Of startingAt
 ARCHIVE = "archive"
+# Of maxEventsPerTrigger: a bigint that no queue reaches
+ALL = 2**62
 
 KEEP = "keep"
 DEAD = "dead"
+BY_TICK = "tick"
 BY_KEY = "key"
 ROUND_ROBIN = "round-robin"
 
@@ -81,6 +85,20 @@ def _whole(value: str, least: int, most: int) -> int:
 
 def _count(value: str) -> int:
     return _whole(value, 1, 2**31 - 1)
+
+
+def _count_or_all(value: str) -> int:
+    try:
+        return ALL if value.lower() == "all" else min(_whole(value, 1, 2**63 - 1), ALL)
+    except ValueError as wanted:
+        raise ValueError(f"{wanted}, or all") from None
+
+
+def _duration(value: str) -> float:
+    found = re.fullmatch(r"(\d{1,9}) *(ms|s|m|h)", value.strip().lower())
+    if found is None:
+        raise ValueError("a number of ms, s, m or h, such as 90s or 15m")
+    return int(found[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _half_a_day(value: str) -> int:
@@ -182,10 +200,14 @@ OPTIONS: tuple[Option, ...] = (
     Option("archiveOf", "none", frozenset({STREAM_READ}), "with `startingAt=archive`: consumer of the queue whose archive is read first", _text, "0.7"),
     Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _place("earliest", "latest")),
     Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time; see Limits", _place("earliest", "latest")),
-    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "messages in a micro-batch: whole ticks, at least one, unless the queue has a `max_window`", _count),
+    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "most messages in a micro-batch: whole ticks, at least one, unless the queue has a `max_window`; all: one micro-batch of what is there", _count_or_all),
+    Option("minEventsPerTrigger", "none", frozenset({STREAM_READ}), "a micro-batch waits for at least as many new messages, but not in a run with `once` or `availableNow`, nor for the first one of a run", _count, "0.11"),
+    Option("maxTriggerDelay", "15m", frozenset({STREAM_READ}), "with `minEventsPerTrigger`: how long it waits at most, such as 500ms, 90s, 15m or 1h", _duration, "0.11"),
     Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "ticks in a micro-batch", _count),
-    Option("numPartitions", "4", _READ, "tasks at most, each with a connection; 1 keeps the order", _count),
-    Option("fetchSize", "10000", _READ, "rows in a record batch", _count),
+    Option("numPartitions", "4", _READ, "tasks at most, each with a connection", _count),
+    Option("splitBy", BY_TICK, _READ, "how tasks share the messages: tick: each gets a range of ticks or of ids; key: each gets all messages of its keys", _one_of(BY_TICK, BY_KEY), "0.11"),
+    Option("ordered", "false", _READ, "true: each task reads in the order of ids, which costs a sort. It does so anyway with `numPartitions=1` or `splitBy=key`", _truth, "0.11"),
+    Option("fetchSize", "2000", _READ, "rows in a record batch, which the server and a task hold in memory; 200 by default if messages above 2 kB may be among them", _count),
     Option("types", "all", _READ, "message types to read, with commas between them; the server sends no others", _words),
     Option("columns", "all", _READ, "columns to read, with commas between them, in this order; the server sends no others. `tick_id` only if it is named", _columns, "0.7"),
     Option("includeHeaders", "false", _READ, "adds the column headers map<string,string>", _truth),
@@ -221,9 +243,14 @@ class Options:
     archiveOf: str | None = None
     endingAt: str = "latest"
     maxEventsPerTrigger: int | None = None
+    minEventsPerTrigger: int | None = None
+    maxTriggerDelay: float | None = None
     maxTicksPerTrigger: int | None = None
     numPartitions: int = 4
-    fetchSize: int = 10_000
+    splitBy: str = BY_TICK
+    ordered: bool = False
+    # None: as many as the server says
+    fetchSize: int | None = None
     types: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
     queues: tuple[str, ...] | None = None
@@ -241,6 +268,11 @@ class Options:
     onFull: str = FAIL
     onFullTimeout: int = 300
     batchSize: int = 10_000
+
+    @property
+    def is_ordered(self) -> bool:
+        """Return whether a task reads in the order of ids."""
+        return self.ordered or self.numPartitions == 1 or self.splitBy == BY_KEY
 
     def at(self, server: str | None) -> Options:
         """Return the options for one of several servers."""
@@ -379,6 +411,14 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
         )
     if modes == (STREAM_READ,):
         _check_archive(options)
+    if options.minEventsPerTrigger is None:
+        if options.maxTriggerDelay is not None:
+            raise PgqueBadArgumentError("option maxTriggerDelay needs minEventsPerTrigger")
+    elif options.minEventsPerTrigger > (options.maxEventsPerTrigger or ALL):
+        raise PgqueBadArgumentError(
+            f"option minEventsPerTrigger is {options.minEventsPerTrigger}, above maxEventsPerTrigger, which is"
+            f" {options.maxEventsPerTrigger}: no micro-batch can have both"
+        )
     if modes == (BATCH_WRITE,) and (options.sinkId is None) != (options.epoch is None):
         raise PgqueBadArgumentError("options sinkId and epoch of a batch write need each other")
     if options.sinkId is not None and options.delivery == AT_LEAST_ONCE:
