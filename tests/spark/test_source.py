@@ -390,7 +390,61 @@ def test_only_the_columns_that_are_asked_for_are_read(source: Source, conn: Conn
     ]
     box = source.run(source.stream(columns="payload", startingAt="earliest", numPartitions=1))
     assert payloads(box) == ["x", "y"]
-    assert "some of server, queue, msg_id" in failure(source.batch, columns="payload,body")
+    assert "some of server, queue, tick_id, msg_id" in failure(source.batch, columns="payload,body")
+
+
+def test_a_column_has_the_tick_that_made_the_message_visible(
+    source: Source, conn: Connection, connect: Callable[..., Connection]
+) -> None:
+    slow = connect(autocommit=False)
+    send(slow, source.queue, "slow")
+    ticks = []
+    for payload in "ab":
+        send_many(conn, source.queue, 3)
+        send(conn, source.queue, payload)
+        ticks.append(forced_tick(conn, source.queue))
+        forced_tick(conn, source.queue)  # empty
+    slow.commit()
+    ticks.append(forced_tick(conn, source.queue))
+    expected = dict(zip(["a", "b", "slow"], ticks, strict=True))
+    assert "tick_id" not in source.batch().columns
+    for given in ({"numPartitions": 1}, {"startingAt": ticks[0] - 1}, {"numPartitions": 7}):
+        frame = source.batch(columns="tick_id,payload", **given)
+        found = frame.where("length(payload) > 1 or payload in ('a', 'b')").collect()
+        assert {row.payload: row.tick_id for row in found} == expected
+        assert len(found) == 3
+        assert frame.count() == 9
+    own = source.spark.read.format("pgque").schema("payload string, tick_id bigint")
+    assert own.options(**source.options({})).load().where("payload = 'slow'").first() == ("slow", ticks[-1])
+
+
+def test_a_replay_has_the_same_ticks(source: Source, conn: Connection) -> None:
+    configure(conn, source.queue, max_window=10)
+    ticks = []
+    for count in (4, 15):
+        send_many(conn, source.queue, count)
+        ticks += [forced_tick(conn, source.queue)] * count
+
+    def stream(**given: object) -> DataFrame:
+        frame = source.stream(columns="msg_id,tick_id", startingAt="earliest", numPartitions=3, **given)
+        return frame.selectExpr("struct(msg_id, tick_id) as payload")
+
+    def go_on(fail: int | None = None) -> Batches:
+        box: Batches = []
+        query = source.start(stream(), box, fail)
+        if fail is None:
+            query.processAllAvailable()
+            query.stop()
+        else:
+            assert "failed on purpose" in failure(query.awaitTermination, 60)
+        return [(number, sorted(found)) for number, found in box]
+
+    first = go_on(fail=1)
+    forced_tick(conn, source.queue)
+    again = go_on()
+    assert again[0] == first[1]
+    found = payloads(first[:1] + again)
+    assert [row.tick_id for row in sorted(found)] == ticks
 
 
 def test_reading_a_batch_twice_changes_nothing(source: Source, conn: Connection) -> None:
