@@ -41,7 +41,15 @@ def test_every_default_is_the_one_in_the_table(option: options.Option) -> None:
         assert found == int(option.default)
     elif option.default in {"true", "false"}:
         assert found is (option.default == "true")
-    elif option.name in {"delivery", "payloadFormat", "badRecords", "endingAt", "onFull", "spread", "splitBy"}:
+    elif option.name in {
+        "delivery",
+        "payloadFormat",
+        "badRecords",
+        "endingAt",
+        "onFull",
+        "spread",
+        "splitBy",
+    }:
         assert found == option.default
     else:
         assert not found

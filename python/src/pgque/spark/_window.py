@@ -170,8 +170,8 @@ def _check_payload_column(column: StructField) -> None:
 
 
 class Window(InputPartition):
-    """Name the messages of a queue between two ticks, or of them those with ids above `after`, up to `upto`, or
-    with a key that is in part number `part`."""
+    """Name the messages of a queue between two ticks, or of them those with ids above `after`, up to `upto`,
+    or with a key that is in part number `part`."""
 
     def __init__(
         self,
