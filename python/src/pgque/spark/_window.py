@@ -1,8 +1,8 @@
 """Read the messages between two ticks as Arrow record batches.
 
 ADBC makes the batches in C of what it fetches from a cursor: no Python object for each value, and only the
-columns that were asked for. The server sends the rows while it finds them: those of a function in FROM it would
-store first. What psycopg does for the driver's own calls, `_connect` has.
+columns that were asked for. The server sends the rows while it finds them: those of a function in FROM it
+would store first. What psycopg does for the driver's own calls, `_connect` has.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _HEADERS = ("header_names", "header_values")
 _CURSOR = "pgque"
 # Of one FETCH, about, once it is known how long messages are
 _FETCH_BYTES = 16 * 1024 * 1024
-# The cursor is open as long as Spark takes rows from it, so neither a FETCH nor the time between two of them has
-# a limit. work_mem is that of a sort.
+# The cursor is open as long as Spark takes rows from it, so neither a FETCH nor the time between two of them
+# has a limit. work_mem is that of a sort.
 _SETTINGS = {
     "transaction_read_only": "on",
     "statement_timeout": "0",

@@ -319,8 +319,8 @@ def parse(given: Mapping[str, str], *modes: str) -> Options:
 
 
 def _narrowed(given: Mapping[str, str], modes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the modes that have all the options: schema() is asked before it is known whether to read a batch or
-    a stream. If none has them, return all.
+    """Return the modes that have all the options: schema() is asked before it is known whether to read a batch
+    or a stream. If none has them, return all.
 
     Raises PgqueBadArgumentError for an option of streams without a consumer.
     """
