@@ -54,7 +54,7 @@ declare
   v_before   int[];
   v_local    bool;
   v_role     text;
-  v_version  text := '0.10.0';   -- what pgque.version() below returns
+  v_version  text := '0.11.0';   -- what pgque.version() below returns
 begin
   perform pg_catalog.set_config('client_min_messages', 'warning', true);
   -- Objects of other roles in schema public must not run here, also if the file runs
@@ -193,7 +193,7 @@ comment on domain pgque.caller is
   'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.10.0'::text $$;
+language sql immutable as $$ select '0.11.0'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- Drops a function of an earlier version.  If a view uses it, it only gets another name.
@@ -1325,7 +1325,8 @@ comment on column pgque.queue.queue_max_consumers is
   'How many consumers a queue may have, subconsumers included; 0: no limit. Beyond it subscribe() fails with PQ003 for roles that have a right to '
   'this queue only. Only a member of pgque_admin sets it. Unit: consumers.';
 comment on column pgque.queue.queue_health_pending_warn is
-  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter.';
+  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter, and '
+  'a queue without a consumer is no reason to warn.';
 comment on column pgque.queue.queue_health_pending_fail is
   'health() fails when a consumer''s oldest pending message is older than this, or older than retention_period. 0: only the latter. health() warns '
   'of messages that a worker has leased for longer than this and than ten times visibility_timeout; 0: never.';
@@ -15071,7 +15072,7 @@ begin
   if p_consumers = 0 then
     detail := 'no consumer';
     execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
-    if v_unread > 0 then
+    if v_unread > 0 and p_queue.queue_health_pending_warn > '0' then
       status := 'warn';
       detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
       advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',

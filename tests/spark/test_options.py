@@ -61,6 +61,20 @@ def test_an_option_out_of_place_is_an_error_that_names_its_place() -> None:
     assert "option('queue'" in refused({"path": "/x"}, BATCH_READ)
 
 
+def test_a_micro_batch_that_waits_needs_options_that_can_apply() -> None:
+    few = {**STREAM, "minEventsPerTrigger": "10"}
+    for text, seconds in (("500ms", 0.5), ("90 s", 90), ("15M", 900), ("2h", 7200)):
+        assert parse({**few, "maxTriggerDelay": text}, STREAM_READ).maxTriggerDelay == seconds
+    assert "such as 90s or 15m, not '90'" in refused({**few, "maxTriggerDelay": "90"}, STREAM_READ)
+    assert "maxTriggerDelay needs minEventsPerTrigger" in refused(
+        {**STREAM, "maxTriggerDelay": "1s"}, STREAM_READ
+    )
+    assert "above maxEventsPerTrigger" in refused({**few, "maxEventsPerTrigger": "9"}, STREAM_READ)
+    for most in ("10", "all"):
+        assert parse({**few, "maxEventsPerTrigger": most}, STREAM_READ).minEventsPerTrigger == 10
+    assert "or all, not '0'" in refused({**STREAM, "maxEventsPerTrigger": "0"}, STREAM_READ)
+
+
 def test_sparks_own_options_pass() -> None:
     assert parse({"queue": "q", "checkpointLocation": "/x"}, STREAM_WRITE).queue == "q"
 

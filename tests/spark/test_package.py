@@ -79,13 +79,26 @@ except ImportError as error:
     assert "./python[spark]" in python(code)
 
 
-def test_a_process_that_connects_to_no_server_imports_neither_psycopg_nor_a_client_nor_pyarrow() -> None:
-    # Spark starts a process for most steps of a query, and gives it ten seconds.
+HEAVY = {
+    *("psycopg", "psycopg_pool", "psycopg_binary", "pyarrow", "pandas", "adbc_driver_manager"),
+    *("adbc_driver_postgresql", "click", "rich", "tenacity", "prometheus_client", "opentelemetry", "sqlite3"),
+    *("pgque.client", "pgque.twins", "pgque.types", "pgque.runtime"),
+}
+
+
+def test_a_process_that_connects_to_no_server_imports_the_data_source_and_nothing_heavy() -> None:
+    # Spark starts a process for most steps of a query, and gives it some seconds.
     code = """
-import sys, pyspark_pgque
-print(pyspark_pgque.DefaultSource.__module__, {"psycopg", "pgque.client", "pgque.twins", "pyarrow"} & set(sys.modules))
+import sys, pyspark.worker
+before = set(sys.modules)
+import pyspark_pgque
+assert pyspark_pgque.DefaultSource.__module__ == "pgque.spark.datasource"
+print(*set(sys.modules) - before)
 """
-    assert python(code, ("numpy",)) == "pgque.spark.datasource set()\n"
+    found = set(python(code, ("numpy",)).split())
+    assert found & HEAVY == set()
+    others = {name for name in found if name.split(".")[0] not in ("pgque", "pyspark", "pyspark_pgque")}
+    assert others <= set(sys.stdlib_module_names)
 
 
 def test_the_helpers_import_without_pyspark_and_pyarrow() -> None:

@@ -16,6 +16,7 @@ from ..errors import PgqueBadArgumentError
 from . import _window
 from ._compat import ReadLimit
 from ._offset import Places
+from .options import BY_KEY
 from .source import PgqueStreamReader, refuse_loss
 
 
@@ -44,7 +45,7 @@ class PgqueHistoryReader(PgqueStreamReader):
         self._reached = self._places(at)
         upto = self._next(at, self._limits(limit)[0]) if "archive" in at else None
         if upto is None:
-            found = super().latestOffset(_without(at), limit)
+            found = self._next_offset(_without(at), limit)
         else:
             driver = self._connected()
             self._reached = driver.known(self._reached)
@@ -52,11 +53,13 @@ class PgqueHistoryReader(PgqueStreamReader):
             # The queue goes on meanwhile.
             driver.forget_report()
             self._pace.planned(behind=True)
+        self._finish(start)
         self._at = found
         return found
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Split a piece of the archive by the ids of its messages, or what lies between two ticks."""
+        self._begin(start, end)
         if "archive" not in end:
             self._at = end
             return super().partitions(_without(start), end)
@@ -71,7 +74,9 @@ class PgqueHistoryReader(PgqueStreamReader):
         first = self._next(begin, 1)
         if first is None or first > upto:
             return []
-        count = min(self._options.numPartitions, upto - first + 1)
+        # The archive is not split by key.
+        parts = 1 if self._options.splitBy == BY_KEY else self._options.numPartitions
+        count = min(parts, upto - first + 1)
         bounds = [first - 1 + (upto - first + 1) * part // count for part in range(count + 1)]
         bounds[0] = after
         ((queue, place),) = self._reached.items()

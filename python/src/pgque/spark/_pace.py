@@ -27,9 +27,9 @@ class Pace:
     own work. Only windows that left messages unread count, because others are smaller than their limit.
     """
 
-    def __init__(self, most: int | None) -> None:
-        self._most = most or ALL
-        self._size = min(_FIRST, self._most)
+    def __init__(self, least: int | None, most: int | None) -> None:
+        self._least, self._most = least or 1, most or ALL
+        self._size = self._bound(_FIRST)
         self._asked = 0.0
         self._begun: float | None = None
         # The first micro-batch also pays for the start of Spark's workers.
@@ -58,7 +58,7 @@ class Pace:
             factor = float(interval)
         else:
             factor = min(max(_TARGET / max(seconds, 0.001), _SHRINKING), _GROWTH)
-        before, self._size = self._size, max(min(int(self._size * factor), self._most), 1)
+        before, self._size = self._size, self._bound(int(self._size * factor))
         if before != self._size:
             log.debug(
                 "pgque: windows have %s messages from now on: one of %s took %.1f s",
@@ -66,3 +66,6 @@ class Pace:
                 before,
                 seconds,
             )
+
+    def _bound(self, size: int) -> int:
+        return max(min(size, self._most), self._least)
