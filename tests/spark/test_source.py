@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import threading
 import time
@@ -1290,6 +1291,34 @@ def test_an_idle_query_has_one_connection_and_asks_little(
     assert made > 0
     # One query has two of these calls.
     assert made / 2 / took < 10
+
+
+def test_a_micro_batch_asks_the_server_six_times(source: Source, conn: Connection, tmp_path: Path) -> None:
+    from pgque.spark._compat import ReadMaxRows
+
+    subscribe(conn, source.queue)
+    stream = direct(source)
+    start = stream.initialOffset()
+    asked = []
+    for number in range(3):
+        send(conn, source.queue)
+        forced_tick(conn, source.queue)
+        path = tmp_path / str(number)
+        with path.open("wb") as file:
+            libpq = stream._connected()._connected().pgconn
+            libpq.trace(file.fileno())
+            end = stream.latestOffset(start, ReadMaxRows(1))
+            stream.reportLatestOffset()
+            if number > 0:
+                stream.commit(start)
+            stream.partitions(start, end)
+            libpq.untrace()
+        asked.append(len(re.findall(r"\tF\t\d+\t(?:Sync|Query)\b", path.read_text())))
+        start = end
+    stream.stop()
+    # Newest ticks, next window, lag, where the consumer stands, pieces; from the second one on, its move. The
+    # first one forgets what a run before it could not parse.
+    assert asked == [6, 6, 6]
 
 
 def test_a_task_reads_in_a_read_only_transaction_under_the_query_s_name(
