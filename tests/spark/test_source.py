@@ -302,7 +302,9 @@ def test_all_messages_of_a_key_are_in_one_partition_and_in_order(
     spread: list[list[Any]] = []
 
     def each(batch: DataFrame, _: int) -> None:
-        place = batch.withColumn("p", f.spark_partition_id()).withColumn("at", f.monotonically_increasing_id())
+        place = batch.withColumn("p", f.spark_partition_id()).withColumn(
+            "at", f.monotonically_increasing_id()
+        )
         spread.append(place.orderBy("at").collect())
 
     queues = f"{source.queue},{other}"

@@ -70,14 +70,24 @@ def cursor_window(conn: Connection, *arguments: Any, name: str = "c", size: int 
 def split(conn: Connection, queue: str, start: int, end: int, parts: int) -> list[tuple[int, int, int, int]]:
     """Return the pieces of a window: from_tick, to_tick, parts, part."""
     given = [queue, start, end, parts]
-    return rows(conn, "select from_tick, to_tick, parts, part from pgque.split_window(%s, %s, %s, %s)", *given)
+    return rows(
+        conn, "select from_tick, to_tick, parts, part from pgque.split_window(%s, %s, %s, %s)", *given
+    )
 
 
 def ranges(
-    conn: Connection, queue: str, start: int, end: int, parts: int, *within: int | None, consumer: str | None = None
+    conn: Connection,
+    queue: str,
+    start: int,
+    end: int,
+    parts: int,
+    *within: int | None,
+    consumer: str | None = None,
 ) -> list[list[int]]:
     """Split a window, or its part within two ids, by ids; return the ids of the messages of each piece."""
-    call = "select from_tick, to_tick, after_id, upto_id from pgque.split_window(%s, %s, %s, %s, null, %s, %s)"
+    call = (
+        "select from_tick, to_tick, after_id, upto_id from pgque.split_window(%s, %s, %s, %s, null, %s, %s)"
+    )
     pieces = rows(conn, call, queue, start, end, parts, *(within or (None, None)))
     assert len(pieces) <= parts
     read = "select ev_id from pgque.read_window(%s, %s, %s, %s, after_id => %s, upto_id => %s)"
@@ -268,7 +278,10 @@ def test_the_windows_of_any_cut_hold_every_message_once(
             for consumer in ("a", "pin"):
                 all_of = window(conn, past.queue, start, end, consumer)
                 assert set(all_of) >= set(ids)
-                assert sorted(itertools.chain(*ranges(conn, past.queue, start, end, 5, consumer=consumer))) == all_of
+                assert (
+                    sorted(itertools.chain(*ranges(conn, past.queue, start, end, 5, consumer=consumer)))
+                    == all_of
+                )
 
 
 @pytest.mark.parametrize("seed", [4, 5])
@@ -654,17 +667,30 @@ def test_a_heavy_tick_is_split_and_light_ones_are_put_together(conn: Connection,
     assert [len(ids) for ids in found] == [125] * 8
     assert list(itertools.chain(*found)) == window(conn, subscribed, one[0], one[-1])
     middle = found[3][-1]
-    halves = [*ranges(conn, subscribed, one[0], one[-1], 4, None, middle), *ranges(conn, subscribed, one[0], one[-1], 4, middle, None)]
+    halves = [
+        *ranges(conn, subscribed, one[0], one[-1], 4, None, middle),
+        *ranges(conn, subscribed, one[0], one[-1], 4, middle, None),
+    ]
     assert [len(ids) for ids in halves] == [125] * 8
 
 
 def test_the_pieces_of_a_part_of_a_window_stay_within_it(conn: Connection, subscribed: str) -> None:
     start, end = ticks_of(conn, subscribed, [20])
     ids = window(conn, subscribed, start, end)
-    for after, upto in ((None, None), (ids[4], None), (None, ids[9]), (ids[4], ids[9]), (ids[4], ids[4]), (ids[-1], None), (0, 2**62)):
+    for after, upto in (
+        (None, None),
+        (ids[4], None),
+        (None, ids[9]),
+        (ids[4], ids[9]),
+        (ids[4], ids[4]),
+        (ids[-1], None),
+        (0, 2**62),
+    ):
         expected = [i for i in ids if (after or 0) < i <= (upto or i)]
         for parts in (1, 3, 100):
-            assert list(itertools.chain(*ranges(conn, subscribed, start, end, parts, after, upto))) == expected, (after, upto)
+            assert (
+                list(itertools.chain(*ranges(conn, subscribed, start, end, parts, after, upto))) == expected
+            ), (after, upto)
 
 
 # --- cursors ----------------------------------------------------------------------------------------------
@@ -686,7 +712,9 @@ def test_a_cursor_returns_the_columns_that_are_asked_for(conn: Connection, subsc
     value(conn, call, subscribed, "é", '{"a": 1, "b": null, "c": "x"}', "k")
     value(conn, "select pgque.send_batch(%s, 't', array['\\x00ff'::bytea])", subscribed)
     end = forced_tick(conn, subscribed)
-    found = cursor_of(conn, subscribed, start, end, "payload,key,header_names,header_values,ev_id,ev_data,payload")
+    found = cursor_of(
+        conn, subscribed, start, end, "payload,key,header_names,header_values,ev_id,ev_data,payload"
+    )
     ids = window(conn, subscribed, start, end)
     utf8 = "é".encode()
     assert found == [
@@ -695,7 +723,13 @@ def test_a_cursor_returns_the_columns_that_are_asked_for(conn: Connection, subsc
     ]
     for wrong in ("", "ev_id,slot", "EV_ID", "null", "ev_id; select 1", "e.ev_id"):
         with pytest.raises(psycopg.Error) as caught:
-            cursor_of(conn, subscribed, start, end, '"' + wrong + '"' if wrong and wrong not in {"null", "ev_id,slot"} else wrong)
+            cursor_of(
+                conn,
+                subscribed,
+                start,
+                end,
+                '"' + wrong + '"' if wrong and wrong not in {"null", "ev_id,slot"} else wrong,
+            )
         assert caught.value.sqlstate == "PQ005", wrong
         assert caught.value.diag.message_hint
 
@@ -707,7 +741,9 @@ def test_parts_by_key_keep_the_order_of_each_key(conn: Connection, subscribed: s
         value(conn, call, subscribed, None if n % 3 == 0 else f"k{n % 7}")
     end = forced_tick(conn, subscribed)
     ids = window(conn, subscribed, start, end)
-    got = [cursor_of(conn, subscribed, start, end, "ev_id,key", parts=4, part=p, by_key=True) for p in range(4)]
+    got = [
+        cursor_of(conn, subscribed, start, end, "ev_id,key", parts=4, part=p, by_key=True) for p in range(4)
+    ]
     assert sorted(i for part in got for i, _ in part) == ids
     for part in got:
         assert [i for i, _ in part] == sorted(i for i, _ in part)
@@ -721,7 +757,11 @@ def test_a_cursor_without_an_order_scans_a_window_once_and_stores_no_row(
     conn: Connection, connect: Callable[..., Connection], subscribed: str
 ) -> None:
     start = tick_for(conn, subscribed, "latest")
-    value(conn, "select count(pgque.send_batch(%s, 't', array(select repeat('x', 200) from generate_series(1, 5000))))", subscribed)
+    value(
+        conn,
+        "select count(pgque.send_batch(%s, 't', array(select repeat('x', 200) from generate_series(1, 5000))))",
+        subscribed,
+    )
     end = forced_tick(conn, subscribed)
     scanned = "select sum(idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname ~ '^event_[0-9]+_[0-2]$'"
     stored: list[str] = []
@@ -742,7 +782,9 @@ def test_a_cursor_without_an_order_scans_a_window_once_and_stores_no_row(
         assert bool([text for text in stored if "temporary file" in text]) is ordered
 
 
-def test_fewer_rows_are_to_be_fetched_at_once_where_they_may_be_large(conn: Connection, subscribed: str) -> None:
+def test_fewer_rows_are_to_be_fetched_at_once_where_they_may_be_large(
+    conn: Connection, subscribed: str
+) -> None:
     start = tick_for(conn, subscribed, "latest")
     call = "select pgque.send(%s, (select string_agg(md5(i::text), '') from generate_series(1, 1000) i))"
     value(conn, call, subscribed)

@@ -1,8 +1,8 @@
 """Read the messages between two ticks as Arrow record batches.
 
 ADBC makes the batches in C of what it fetches from a cursor: no Python object for each value, and only the
-columns that were asked for. The server sends the rows while it finds them: those of a function in FROM it would
-store first. What psycopg does for the driver's own calls, `_connect` has.
+columns that were asked for. The server sends the rows while it finds them. Those of a function in FROM, it
+stores first. What psycopg does for the driver's own calls, `_connect` has.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _HEADERS = ("header_names", "header_values")
 _CURSOR = "pgque"
 # Of one FETCH, about, once it is known how long messages are
 _FETCH_BYTES = 16 * 1024 * 1024
-# The cursor is open as long as Spark takes rows from it, so neither a FETCH nor the time between two of them has
-# a limit. work_mem is that of a sort.
+# The cursor is open as long as Spark takes rows from it, so neither a FETCH nor the time between two of them
+# has a limit. work_mem is that of a sort.
 _SETTINGS = {
     "transaction_read_only": "on",
     "statement_timeout": "0",
@@ -170,8 +170,8 @@ def _check_payload_column(column: StructField) -> None:
 
 
 class Window(InputPartition):
-    """Name the messages of a queue between two ticks, or of them those with ids above `after`, up to `upto`, or
-    with a key that is in part number `part`."""
+    """Name the messages of a queue between two ticks, or of them those with ids above `after`, up to `upto`,
+    or with a key that is in part number `part`."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class Window(InputPartition):
 
     @property
     def tick_id(self) -> int | None:
-        """The tick that made the messages visible, where the window ends with the first tick after its start."""
+        """The tick that made the messages visible, where the window ends with the first one after its start."""
         return self.to_tick
 
     def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:
@@ -260,12 +260,12 @@ class Archived(Window):
         """What is archived has no tick any more."""
         return
 
-    def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:  # noqa: ARG002
+    def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:
         """Return the window: it is between no ticks."""
         yield self
 
     def opening(self, parsed: Options, columns: list[str]) -> str:
-        """Return the call that opens the cursor over these columns of the messages, in the order of their ids."""
+        """Return the call that opens the cursor over these columns of the messages, in the order of ids."""
         return _call(
             "archive_read_cursor",
             _CURSOR,
