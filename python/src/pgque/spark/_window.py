@@ -203,7 +203,7 @@ class Window(InputPartition):
 
     @property
     def tick_id(self) -> int | None:
-        """The tick that made the messages visible, where the window ends with the first one after its start."""
+        """The tick that made the messages visible, if the window ends with the first one after its start."""
         return self.to_tick
 
     def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:
