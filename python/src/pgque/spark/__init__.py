@@ -23,8 +23,9 @@ __all__ = ["dead", "foreach_batch", "foreach_batch_once", "queues", "register", 
 
 _CHUNK = 1000
 _QUEUES = (
-    "queue string, read boolean, write boolean, admin boolean, paused boolean, tick_id bigint, pending bigint,"
-    " lag double, consumers array<struct<consumer: string, tick_id: bigint, pending: bigint, lag: double>>"
+    "queue string, read boolean, write boolean, admin boolean, paused boolean, tick_id bigint,"
+    " pending bigint, lag double,"
+    " consumers array<struct<consumer: string, tick_id: bigint, pending: bigint, lag: double>>"
 )
 
 
@@ -148,11 +149,11 @@ def queues(spark: SparkSession, **connection: str) -> DataFrame:
     """Return the queues that the role has a right to, as a frame. Calls `pgque.my_rights`,
     `pgque.get_queue_info` and `pgque.get_consumer_info` in the driver, once.
 
-    Columns: queue; read, write and admin (rights of the role); paused; tick_id (the newest); pending (messages
-    that the slowest consumer has ahead of it), lag (age of the oldest of them in seconds); consumers, an array
-    of consumer, tick_id (where it stands), pending and lag. A figure is null if nobody has subscribed, if another
-    session has a table of the queue locked, or if the role may only send. `connection` is url, host, port,
-    dbname, user, password and so on, as for `format("pgque")`.
+    Columns: queue; read, write and admin (rights of the role); paused; tick_id (the newest); pending
+    (messages that the slowest consumer has ahead of it), lag (age of the oldest of them in seconds);
+    consumers, an array of consumer, tick_id (where it stands), pending and lag. A figure is null if nobody
+    has subscribed, if another session has a table of the queue locked, or if the role may only send.
+    `connection` is url, host, port, dbname, user, password and so on, as for `format("pgque")`.
     """
     from . import _connect
     from .options import connection_options

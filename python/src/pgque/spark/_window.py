@@ -1,8 +1,8 @@
 """Read the messages between two ticks as Arrow record batches.
 
 ADBC makes the batches in C of what it fetches from a cursor: no Python object for each value, and only the
-columns that were asked for. The server sends the rows while it finds them. Those of a function in FROM, it
-stores first. What psycopg does for the driver's own calls, `_connect` has.
+columns that were asked for. The server sends the rows while it finds them: those of a function in FROM it
+would store first. What psycopg does for the driver's own calls, `_connect` has.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Window(InputPartition):
 
     @property
     def tick_id(self) -> int | None:
-        """The tick that made the messages visible, if the window ends with the first one after its start."""
+        """The tick that made the messages visible, if there is no other between both."""
         return self.to_tick
 
     def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:
@@ -265,7 +265,7 @@ class Archived(Window):
         yield self
 
     def opening(self, parsed: Options, columns: list[str]) -> str:
-        """Return the call that opens the cursor over these columns of the messages, in the order of ids."""
+        """Return the call that opens the cursor over these columns of the messages, ordered by id."""
         return _call(
             "archive_read_cursor",
             _CURSOR,

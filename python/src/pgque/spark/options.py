@@ -292,19 +292,23 @@ def parse(given: Mapping[str, str], *modes: str) -> Options:
     if "provider" in given or (not given and modes == (BATCH_READ,)):
         raise PgqueBadArgumentError(_IN_CATALOG)
     modes = _narrowed(given, modes)
-    table = {option.name.lower(): option for option in OPTIONS if option.modes & set(modes)}
+    # Two of a name, if it is not known yet what is read
+    table: dict[str, list[Option]] = {}
+    for option in OPTIONS:
+        if option.modes & set(modes):
+            table.setdefault(option.name.lower(), []).append(option)
     connection: dict[str, str] = {}
     values: dict[str, object] = {}
     for name, value in given.items():
-        option = table.get(name.lower())
-        if option is None:
+        found = table.get(name.lower())
+        if found is None:
             if name.lower() not in _SPARKS_OWN:
                 raise PgqueBadArgumentError(_unknown(name, modes, table))
-        elif option.name in _CONNECTION_NAMES:
+        elif found[0].name in _CONNECTION_NAMES:
             if value:
-                connection[option.name] = value
+                connection[found[0].name] = value
         else:
-            values[option.name] = _value(option, value)
+            values[found[0].name] = _value(found, value)
     options = Options(connection=connection, **values)  # type: ignore[arg-type]
     _check_together(options, modes)
     if options.servers is None:
@@ -315,14 +319,22 @@ def parse(given: Mapping[str, str], *modes: str) -> Options:
 
 
 def _narrowed(given: Mapping[str, str], modes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the modes that have all the options: schema() is asked before it is known whether to read a batch or
-    a stream. If none has them, return all."""
+    """Return the modes that have all the options: schema() is asked before it is known whether to read a batch
+    or a stream. If none has them, return all.
+
+    Raises PgqueBadArgumentError for an option of streams without a consumer.
+    """
     names = {name.lower() for name in given}
-    elsewhere = {
-        mode: {o.name.lower() for o in OPTIONS} - {o.name.lower() for o in OPTIONS if mode in o.modes}
-        for mode in modes
-    }
-    return tuple(mode for mode in modes if not names & elsewhere[mode]) or modes
+    places = {o.name: {mode for p in OPTIONS if p.name == o.name for mode in p.modes} for o in OPTIONS}
+    known = {name: found for name, found in places.items() if name.lower() in names}
+    left = tuple(mode for mode in modes if all(mode in found for found in known.values()))
+    if len(modes) > 1 and left == (STREAM_READ,) and "consumer" not in names:
+        name = next(name for name, found in known.items() if BATCH_READ not in found)
+        raise PgqueBadArgumentError(
+            f"option {name} is for stream read, not for batch read, and option consumer is missing: a stream"
+            " needs a consumer of its own"
+        )
+    return left or modes
 
 
 def connection_options(given: Mapping[str, str]) -> dict[str, str]:
@@ -336,16 +348,19 @@ def connection_options(given: Mapping[str, str]) -> dict[str, str]:
     return {table[name.lower()].name: str(value) for name, value in given.items() if value}
 
 
-def _value(option: Option, value: str) -> object:
-    try:
-        return option.parse(value)
-    except ValueError as wanted:
-        # A user who passes connection strings as servers has passwords in them.
-        shown = "" if option.name == "servers" else f", not {value!r}"
-        raise PgqueBadArgumentError(f"option {option.name} must be {wanted}{shown}") from None
+def _value(found: list[Option], value: str) -> object:
+    problem = ""
+    for option in found:
+        try:
+            return option.parse(value)
+        except ValueError as wanted:
+            problem = problem or str(wanted)
+    # A user who passes connection strings as servers has passwords in them.
+    shown = "" if found[0].name == "servers" else f", not {value!r}"
+    raise PgqueBadArgumentError(f"option {found[0].name} must be {problem}{shown}")
 
 
-def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, Option]) -> str:
+def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, list[Option]]) -> str:
     found = [o for o in OPTIONS if o.name.lower() == name.lower()]
     elsewhere = sorted({mode for option in found for mode in option.modes})
     if elsewhere:
@@ -362,7 +377,9 @@ def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, Option]) -> 
         )
     if name.lower() == "path":
         return "pgque has no path: say option('queue', …) and call load(), save() or start() without one"
-    return f"unknown option {name}; known here: {', '.join(sorted({o.name for o in table.values()}))}"
+    return (
+        f"unknown option {name}; known here: {', '.join(sorted(found[0].name for found in table.values()))}"
+    )
 
 
 def _check_together(options: Options, modes: tuple[str, ...]) -> None:
@@ -402,8 +419,6 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
             f"option minEventsPerTrigger is {options.minEventsPerTrigger}, above maxEventsPerTrigger, which is"
             f" {options.maxEventsPerTrigger}: no micro-batch can have both"
         )
-    if modes == (BATCH_READ,) and "committed" in (options.startingAt, options.endingAt):
-        raise PgqueBadArgumentError("startingAt and endingAt of a batch read cannot be committed")
     if modes == (BATCH_WRITE,) and (options.sinkId is None) != (options.epoch is None):
         raise PgqueBadArgumentError("options sinkId and epoch of a batch write need each other")
     if options.sinkId is not None and options.delivery == AT_LEAST_ONCE:
