@@ -91,6 +91,12 @@ def told(do: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+def newest_spark() -> bool:
+    import pyspark
+
+    return tuple(int(part) for part in pyspark.__version__.split(".")[:2]) >= (4, 2)
+
+
 def test_columns_of_the_payload_have_the_types_of_the_schema(typed: Typed, conn: Connection) -> None:
     full = {
         "id": 7, "total": 2, "name": "ä\n\U0001f600", "paid": True, "price": 1.25, "day": "2026-01-02",
@@ -230,7 +236,9 @@ def test_bad_records_are_dead_when_their_micro_batch_is_committed(typed: Typed, 
     assert typed.stream(**options | {"payloadSchema": "id string"}) == ["2"]
     put(conn, typed.queue, "bad 2", '{"id": 3}')
     assert typed.stream(**options) == [3]
-    assert dead_letters(conn, typed.queue) == ['{"id": 1}', "bad 1"]
+    # Before 4.2 an availableNow run leaves its last micro-batch to the next one.
+    found = ['{"id": 1}', "bad 1", "bad 2"][: 3 if newest_spark() else 2]
+    assert dead_letters(conn, typed.queue) == found
     value(conn, "select pgque.seek(%s, 'c', pgque.tick_for(%s, 'latest'))", typed.queue, typed.queue)
     assert dead_letters(conn, typed.queue) == ['{"id": 1}', "bad 1", "bad 2"]
     assert value(conn, "select d.dl_reason from pgque.dlq_inspect(%s, 1) as d", typed.queue) == (
@@ -316,10 +324,11 @@ def test_killed_drivers_lose_and_double_no_message_and_no_dead_letter(
         driver.wait_for("RUNNING", 120)
         send(random.randint(150, 400))
         driver.kill()
-    for _ in range(2):  # an availableNow run leaves its last micro-batch to the next one
+    for _ in range(2):
         run_driver(JOB, *arguments, "to the end", env=env).finish()
         send(5)
     forced_tick(conn, target)
     assert sorted(int(str(p)) for p in payloads(conn, target, "check", 10_000)) == good[:-4]
     dead = [int(letter.removeprefix("bad ")) for letter in dead_letters(conn, queue)]
-    assert sorted(dead) == bad[:-2]
+    # Before 4.2 an availableNow run leaves its last micro-batch to the next one.
+    assert sorted(dead) == bad[: -1 if newest_spark() else -2]
