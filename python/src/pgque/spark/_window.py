@@ -312,11 +312,11 @@ def _connection(parsed: Options, queue: str) -> AdbcConnection:
     import adbc_driver_manager as adbc
 
     dsn = _connect.dsn(parsed.connection, _connect.session_name(queue, parsed.consumer))
-    return adbc.AdbcConnection(_database(dsn), **{"adbc.connection.autocommit": "false"})
+    return adbc.AdbcConnection(database(dsn), **{"adbc.connection.autocommit": "false"})
 
 
 @lru_cache(maxsize=64)
-def _database(dsn: str) -> AdbcDatabase:
+def database(dsn: str) -> AdbcDatabase:
     """Return where ADBC connects to. It reads all types and columns of the database for that, and keeps no
     connection: once for each of Spark's worker processes is enough."""
     import adbc_driver_postgresql
