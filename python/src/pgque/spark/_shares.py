@@ -10,7 +10,7 @@ import re
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -159,11 +159,13 @@ class _Open:
         with adbc.AdbcStatement(self._copy) as statement:
             schema, array = given.__arrow_c_array__()
             if query is None:
-                statement.set_options(**{
-                    "adbc.ingest.target_table": ingest,
-                    "adbc.ingest.target_db_schema": "pgque",
-                    "adbc.ingest.mode": "adbc.ingest.mode.append",
-                })
+                statement.set_options(
+                    **{
+                        "adbc.ingest.target_table": ingest,
+                        "adbc.ingest.target_db_schema": "pgque",
+                        "adbc.ingest.mode": "adbc.ingest.mode.append",
+                    }
+                )
                 statement.bind(array, schema)
                 statement.execute_update()
                 return []
