@@ -342,6 +342,17 @@ def test_a_full_queue_takes_nothing(
     assert len(receive(conn, queue)) == 10
 
 
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_a_write_that_is_larger_than_max_depth_does_not_wait_for_room(
+    spark: SparkSession, writer: Role, conn: Connection, queue: str, delivery: str
+) -> None:
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '5')", queue)
+    frame = numbers(spark, 6, 1)
+    told = failure(write, frame, writer, queue, delivery=delivery, onFull="wait", onFullTimeout=43200)
+    assert f"6 messages at once never fit into queue {queue} with max_depth 5" in told
+    assert "maxEventsPerTrigger" in told and "PgqueBadArgumentError" in told
+
+
 def open_in_a_while(dsn: str, queue: str, change: str) -> bool:
     """Wait for three refusals, change the queue; return whether a sink had no transaction open all the
     time."""

@@ -1218,7 +1218,7 @@ def test_arrays_that_do_not_fit_together_are_refused_where_they_are_staged(
         ("23514", {"rows": 1, "payloads": ["a"], "all_headers": ["[]"]}),
         ("22P02", {"rows": 1, "payloads": ["a"], "all_headers": ["{"]}),
     ):
-        refused(sqlstate, stage_arrays, conn, attempt, table, 0, subscribed, **arrays)
+        refused(sqlstate, lambda a=arrays: stage_arrays(conn, attempt, table, 0, subscribed, **a))
     refused("PQ016", commit, conn, subscribed, [attempt], 1)
 
 
