@@ -33,7 +33,7 @@ help: ## List the targets
 demo: $(VENV)/.run ## Run the demo; KEEP=1 leaves the server and its web page up, FILE=x.jsonl sends a file, SERVER=docker|local|embedded
 	@$(BIN)/pgque demo $(if $(KEEP),--keep) $(if $(FILE),--file "$(FILE)") $(if $(SERVER),--server $(SERVER))
 
-pipeline: ## Real records through Spark, exactly once; KILL=2 kills the streaming job twice, KEEP=1, SERVER= as above
+pipeline: ## 500,000 records through Spark, exactly once; KILL=2 kills the streaming job twice, KEEP=1, SERVER= as above
 	@$(SUPPORT)/spark.sh newest
 	@PYTHONPATH=$(CURDIR)/tests/examples $(VENV)/spark/bin/python -m pipeline --plot build/pipeline.svg \
 	  $(if $(KILL),--kill $(KILL)) $(if $(KEEP),--keep) $(if $(SERVER),--server $(SERVER)) $(ARGS)

@@ -474,6 +474,9 @@ def test_each_reader_of_an_exchange_gets_its_messages_and_leaves_nothing_behind(
         assert [message.payload for message in readers[1].drain(1)] == ["worker.online"]
         with pgque.connect(shop.dsn) as client:
             assert client.consumers.get_info(f"exchange.{name}") == []
+        # Messages that nobody subscribed to are no fault of it.
+        check = "select h.status from pgque.health() as h where h.check_name = 'consumers' and h.queue = %s"
+        assert shop.rows(check, f"exchange.{name}") == [("ok",)]
 
 
 def test_a_forked_process_has_connections_of_its_own(shop: Shop, broker: Broker, tasks: Queue) -> None:

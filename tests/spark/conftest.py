@@ -74,10 +74,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that Spark and its Python workers need."""
+    """Return the variables that Spark and its Python workers need. PGQUE_SPARK_PYTHON names another Python for the
+    workers."""
     return {
-        "PYSPARK_PYTHON": sys.executable,
-        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "PYSPARK_PYTHON": os.environ.get("PGQUE_SPARK_PYTHON", sys.executable),
+        "PYSPARK_DRIVER_PYTHON": os.environ.get("PGQUE_SPARK_PYTHON", sys.executable),
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
 

@@ -230,7 +230,9 @@ def survive_kills(
     wait_until: Callable[..., None],
     kills: int,
 ) -> None:
-    """Kill the driver at random moments under traffic; what was sent has to arrive, once."""
+    """Kill the driver under traffic, as its position moves and at random moments; what was sent has to arrive,
+    once."""
+    position = "select i.last_tick from pgque.get_consumer_info(%s, 'job') as i"
     seed = secrets.randbelow(10**9)
     chance = dice(seed)
     lively(conn, *sources, target)
@@ -250,7 +252,13 @@ def survive_kills(
             )
             assert driver.running, driver.output()[-4000:]
             if round_ < kills:
-                time.sleep(chance.uniform(0, 2.5))
+                if round_ % 2:
+                    time.sleep(chance.uniform(0, 2.5))
+                else:
+                    # When the position moves, the checkpoint must have what it stands for.
+                    stands = [value(conn, position, source) for source in sources]
+                    while [value(conn, position, source) for source in sources] == stands and driver.running:
+                        pass
                 assert driver.running, driver.output()[-4000:]
                 driver.kill()
         traffic.stop_producers()

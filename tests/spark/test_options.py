@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from conftest import Role
 from pgque.errors import PgqueBadArgumentError
-from pgque.spark import _connect, options
+from pgque.spark import _connect, options, queues
 from pgque.spark.options import BATCH_READ, BATCH_WRITE, OPTIONS, STREAM_READ, STREAM_WRITE, parse
-from sql.helpers import Connection, forced_tick, send
+from sql.helpers import Connection, forced_tick, send, subscribe, value
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -40,7 +41,15 @@ def test_every_default_is_the_one_in_the_table(option: options.Option) -> None:
         assert found == int(option.default)
     elif option.default in {"true", "false"}:
         assert found is (option.default == "true")
-    elif option.name in {"delivery", "payloadFormat", "badRecords", "endingAt", "onFull", "spread"}:
+    elif option.name in {
+        "delivery",
+        "payloadFormat",
+        "badRecords",
+        "endingAt",
+        "onFull",
+        "spread",
+        "splitBy",
+    }:
         assert found == option.default
     else:
         assert not found
@@ -61,6 +70,20 @@ def test_an_option_out_of_place_is_an_error_that_names_its_place() -> None:
     assert "option('queue'" in refused({"path": "/x"}, BATCH_READ)
 
 
+def test_a_micro_batch_that_waits_needs_options_that_can_apply() -> None:
+    few = {**STREAM, "minEventsPerTrigger": "10"}
+    for text, seconds in (("500ms", 0.5), ("90 s", 90), ("15M", 900), ("2h", 7200)):
+        assert parse({**few, "maxTriggerDelay": text}, STREAM_READ).maxTriggerDelay == seconds
+    assert "such as 90s or 15m, not '90'" in refused({**few, "maxTriggerDelay": "90"}, STREAM_READ)
+    assert "maxTriggerDelay needs minEventsPerTrigger" in refused(
+        {**STREAM, "maxTriggerDelay": "1s"}, STREAM_READ
+    )
+    assert "above maxEventsPerTrigger" in refused({**few, "maxEventsPerTrigger": "9"}, STREAM_READ)
+    for most in ("10", "all"):
+        assert parse({**few, "maxEventsPerTrigger": most}, STREAM_READ).minEventsPerTrigger == 10
+    assert "or all, not '0'" in refused({**STREAM, "maxEventsPerTrigger": "0"}, STREAM_READ)
+
+
 def test_sparks_own_options_pass() -> None:
     assert parse({"queue": "q", "checkpointLocation": "/x"}, STREAM_WRITE).queue == "q"
 
@@ -70,6 +93,9 @@ def test_sparks_own_options_pass() -> None:
     [
         ("numPartitions", "0"),
         ("numPartitions", "many"),
+        ("numPartitions", "2147483648"),
+        ("maxEventsPerTrigger", "9" * 30),
+        ("fetchSize", "9" * 5000),
         ("fetchSize", "-1"),
         ("maxTicksPerTrigger", "1.5"),
         ("pollIntervalMs", "-1"),
@@ -79,7 +105,9 @@ def test_sparks_own_options_pass() -> None:
         ("types", "a,,b"),
         ("types", "[1]"),
         ("types", "[oops"),
+        ("pollIntervalMs", "9223372036854775808"),
         ("startingAt", ""),
+        ("startingAt", "lastest"),
         ("queue", ""),
     ],
 )
@@ -97,13 +125,83 @@ def test_what_is_needed_is_asked_for() -> None:
     assert "option consumer is missing" in refused({"queue": "q"}, STREAM_READ)
     assert "need each other" in refused({"epoch": "1"}, BATCH_WRITE)
     assert "exactly-once" in refused({"epoch": "1", "sinkId": "s", "delivery": "at-least-once"}, BATCH_WRITE)
-    assert "cannot be committed" in refused({"queue": "q", "startingAt": "committed"}, BATCH_READ)
+    assert "option startingAt must be earliest, latest" in refused(
+        {"queue": "q", "startingAt": "committed"}, BATCH_READ
+    )
+
+
+def test_places_of_a_queue_are_words_ticks_and_times() -> None:
+    for good in ("Earliest", "17", "2026-11-25 12:00+00", "yesterday"):
+        assert parse({"queue": "q", "startingAt": good, "endingAt": good}, BATCH_READ).endingAt == good
+    assert "option endingAt must be" in refused({"queue": "q", "endingAt": "archive"}, BATCH_READ)
+    assert "option startingAt must be" in refused({"queue": "q", "startingAt": "archive"}, BATCH_READ)
+
+
+def test_an_option_of_streams_makes_it_a_stream_where_that_is_not_known_yet() -> None:
+    given = {"queue": "q", "maxEventsPerTrigger": "5"}
+    assert refused(given, BATCH_READ, STREAM_READ) == (
+        "option maxEventsPerTrigger is for stream read, not for batch read, and option consumer is missing: a"
+        " stream needs a consumer of its own"
+    )
+    # A place is right for one of both, and the reader knows which.
+    for place in ("committed", "archive", "earliest"):
+        assert parse({"queue": "q", "startingAt": place}, BATCH_READ, STREAM_READ).startingAt == place
+    given = {"queue": "q", "startingAt": "lastest"}
+    assert "must be committed, latest" in refused(given, BATCH_READ, STREAM_READ)
+
+
+def test_an_option_is_named_as_the_table_has_it() -> None:
+    assert "option includeHeaders is for" in refused({"queue": "q", "includeheaders": "true"}, BATCH_WRITE)
 
 
 def test_the_table_prints_every_option_and_breaks_no_line() -> None:
     lines = options.markdown().splitlines()
     assert len(lines) == len(OPTIONS) + 2
     assert all(line.count("|") == 6 for line in lines)
+
+
+# --- Queues -------------------------------------------------------------------------------------------
+
+
+def test_queues_are_a_frame_with_rights_and_lag_and_consumers(
+    spark: SparkSession, dsn: str, conn: Connection, queue: str, roles: Callable[..., Role]
+) -> None:
+    value(conn, "select pgque.create_queue(%s)", f"{queue}_other")
+    start = forced_tick(conn, queue)
+    subscribe(conn, queue, "a")
+    send(conn, queue, "x")
+    end = forced_tick(conn, queue)
+    subscribe(conn, queue, "b")
+    role, sender = roles(), roles("writer")
+    value(conn, "select pgque.grant_queue(%s, %s, 'consume')", queue, role.name)
+
+    def seen(given: str) -> dict[str, Any]:
+        frame = queues(spark, url=given).where(f"queue like '{queue}%'")
+        return {row.queue: row.asDict(recursive=True) for row in frame.collect()}
+
+    (found,) = seen(role.dsn).values()
+    lags = [found.pop("lag"), *(one.pop("lag") for one in found["consumers"])]
+    assert found == {
+        "queue": queue,
+        "read": True,
+        "write": False,
+        "admin": False,
+        "paused": False,
+        "tick_id": end,
+        "pending": 1,
+        "consumers": [
+            {"consumer": "a", "tick_id": start, "pending": 1},
+            {"consumer": "b", "tick_id": end, "pending": 0},
+        ],
+    }
+    assert lags[0] == lags[1] > lags[2] == 0
+    admin = seen(dsn)
+    assert sorted(admin) == [queue, f"{queue}_other"]
+    assert (admin[f"{queue}_other"]["admin"], admin[f"{queue}_other"]["consumers"]) == (True, [])
+    sees_none = seen(sender.dsn)[queue]
+    assert (sees_none["write"], sees_none["read"], sees_none["pending"]) == (True, False, None)
+    with pytest.raises(PgqueBadArgumentError, match="unknown connection option queue"):
+        queues(spark, queue=queue)
 
 
 # --- Connections --------------------------------------------------------------------------------------
@@ -185,6 +283,21 @@ def test_spark_shows_what_is_wrong(
 def test_a_path_is_refused(spark: SparkSession, reader: Role) -> None:
     with pytest.raises(Exception, match="pgque has no path"):
         spark.read.format("pgque").options(url=reader.dsn, queue="q").load("somewhere")
+
+
+def test_a_time_that_is_none_names_the_option(spark: SparkSession, reader: Role, queue: str) -> None:
+    frame = spark.read.format("pgque").options(url=reader.dsn, queue=queue, startingAt="2026-13-01").load()
+    with pytest.raises(Exception, match="option startingAt or endingAt: cannot start at '2026-13-01'"):
+        frame.collect()
+
+
+def test_a_stream_without_a_consumer_is_refused_by_load_if_an_option_is_of_streams(
+    spark: SparkSession, reader: Role
+) -> None:
+    # Without such an option, Spark's load() does not tell the source that it is for a stream.
+    given = spark.readStream.format("pgque").options(url=reader.dsn, queue="q", badRecords="keep")
+    with pytest.raises(Exception, match="option consumer is missing"):
+        given.load()
 
 
 def test_a_stream_without_a_consumer_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import threading
 import time
@@ -33,6 +34,8 @@ from sql.helpers import (
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming import StreamingQuery
+
+    from pgque.spark.source import PgqueStreamReader
 
 SPARK_CONF = {"spark.master": "local[2,2]"}  # a failed task is run once more
 
@@ -107,6 +110,17 @@ def _no_query_is_left(spark: SparkSession) -> Iterator[None]:
     yield
     for query in spark.streams.active:
         query.stop()
+
+
+def direct(source: Source, **given: object) -> PgqueStreamReader:
+    """Return the reader of a stream, to call it as Spark does."""
+    from pyspark.sql.types import StructType
+
+    from pgque.spark import options
+    from pgque.spark.source import PgqueStreamReader
+
+    told = source.options({"consumer": "c", "pollIntervalMs": 0, **given})
+    return PgqueStreamReader(options.parse(told, options.STREAM_READ), StructType([]))
 
 
 def payloads(batches: Batches) -> list[Any]:
@@ -265,8 +279,71 @@ def test_a_single_heavy_tick_is_read_by_several_tasks(source: Source, conn: Conn
     found = source.batch(numPartitions=4).groupBy(f.spark_partition_id().alias("p")).count().collect()
     assert len(found) == 4
     assert all(row["count"] == 1000 for row in found)
+    # Each has a range of ids.
+    spans = [f.min("msg_id"), f.max("msg_id")]
+    found = source.batch(numPartitions=4).groupBy(f.spark_partition_id()).agg(*spans).collect()
+    assert sorted(row[2] - row[1] for row in found) == [999] * 4
     got = Counter(row.payload for row in source.batch(numPartitions=3).collect())
     assert got == Counter(str(n) for n in range(1, 4001))
+
+
+def test_all_messages_of_a_key_are_in_one_partition_and_in_order(
+    source: Source, conn: Connection, new_queue: Callable[[], str]
+) -> None:
+    from pyspark.sql import functions as f
+
+    other = new_queue()
+    configure(conn, source.queue, max_window="40")
+    call = "select count(pgque.send_batch(%s, 't', array(select i::text from generate_series(1, 100) i), partition_keys => array(select nullif('k' || i %% 9, 'k0') from generate_series(1, 100) i)))"
+    for queue in (source.queue, other):
+        subscribe(conn, queue)
+        for _ in range(2):
+            value(conn, call, queue)
+            forced_tick(conn, queue)
+    spread: list[list[Any]] = []
+
+    def each(batch: DataFrame, _: int) -> None:
+        place = batch.withColumn("p", f.spark_partition_id()).withColumn(
+            "at", f.monotonically_increasing_id()
+        )
+        spread.append(place.orderBy("at").collect())
+
+    queues = f"{source.queue},{other}"
+    stream = source.stream(queues=queues, splitBy="key", numPartitions=3, columns="queue,msg_id,key")
+    writer = stream.writeStream.foreachBatch(each).option("checkpointLocation", source.checkpoint)
+    assert writer.trigger(availableNow=True).start().awaitTermination(60)
+    assert sorted((row.queue, row.msg_id) for batch in spread for row in batch) == sorted(
+        (queue, msg_id) for queue in (source.queue, other) for msg_id in range(1, 201)
+    )
+    for batch in spread:
+        of_key: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for row in batch:
+            if row.key is not None:
+                of_key.setdefault((row.queue, row.key), []).append((row.p, row.msg_id))
+        for found in of_key.values():
+            assert len({p for p, _ in found}) == 1
+            assert found == sorted(found)
+    assert len({row.p for row in spread[0]}) == 3
+
+
+def test_a_task_whose_rows_spark_takes_slowly_is_not_ended_by_the_timeout_of_its_role(
+    source: Source, conn: Connection
+) -> None:
+    from pyspark.sql.types import StructType
+
+    from pgque.spark import options
+    from pgque.spark._window import Task, Window, ddl, layout, read
+
+    send_many(conn, source.queue, 20)
+    tick = forced_tick(conn, source.queue)
+    conn.execute(f"alter role {source.role.name} set idle_in_transaction_session_timeout = '50ms'")
+    given = options.parse(source.options({"fetchSize": 10}), options.BATCH_READ)
+    reading = read(
+        given, layout(given, StructType.fromDDL(ddl(given))), Task([Window(source.queue, tick - 1, tick)])
+    )
+    assert next(reading).num_rows == 10
+    time.sleep(0.3)
+    assert sum(batch.num_rows for batch in reading) == 10
 
 
 def test_a_batch_begins_and_ends_at_the_ticks_that_were_asked_for(source: Source, conn: Connection) -> None:
@@ -314,7 +391,61 @@ def test_only_the_columns_that_are_asked_for_are_read(source: Source, conn: Conn
     ]
     box = source.run(source.stream(columns="payload", startingAt="earliest", numPartitions=1))
     assert payloads(box) == ["x", "y"]
-    assert "some of server, queue, msg_id" in failure(source.batch, columns="payload,body")
+    assert "some of server, queue, tick_id, msg_id" in failure(source.batch, columns="payload,body")
+
+
+def test_a_column_has_the_tick_that_made_the_message_visible(
+    source: Source, conn: Connection, connect: Callable[..., Connection]
+) -> None:
+    slow = connect(autocommit=False)
+    send(slow, source.queue, "slow")
+    ticks = []
+    for payload in "ab":
+        send_many(conn, source.queue, 3)
+        send(conn, source.queue, payload)
+        ticks.append(forced_tick(conn, source.queue))
+        forced_tick(conn, source.queue)  # empty
+    slow.commit()
+    ticks.append(forced_tick(conn, source.queue))
+    expected = dict(zip(["a", "b", "slow"], ticks, strict=True))
+    assert "tick_id" not in source.batch().columns
+    for given in ({"numPartitions": 1}, {"startingAt": ticks[0] - 1}, {"numPartitions": 7}):
+        frame = source.batch(columns="tick_id,payload", **given)
+        found = frame.where("length(payload) > 1 or payload in ('a', 'b')").collect()
+        assert {row.payload: row.tick_id for row in found} == expected
+        assert len(found) == 3
+        assert frame.count() == 9
+    own = source.spark.read.format("pgque").schema("payload string, tick_id bigint")
+    assert own.options(**source.options({})).load().where("payload = 'slow'").first() == ("slow", ticks[-1])
+
+
+def test_a_replay_has_the_same_ticks(source: Source, conn: Connection) -> None:
+    configure(conn, source.queue, max_window=10)
+    ticks = []
+    for count in (4, 15):
+        send_many(conn, source.queue, count)
+        ticks += [forced_tick(conn, source.queue)] * count
+
+    def stream(**given: object) -> DataFrame:
+        frame = source.stream(columns="msg_id,tick_id", startingAt="earliest", numPartitions=3, **given)
+        return frame.selectExpr("struct(msg_id, tick_id) as payload")
+
+    def go_on(fail: int | None = None) -> Batches:
+        box: Batches = []
+        query = source.start(stream(), box, fail)
+        if fail is None:
+            query.processAllAvailable()
+            query.stop()
+        else:
+            assert "failed on purpose" in failure(query.awaitTermination, 60)
+        return [(number, sorted(found)) for number, found in box]
+
+    first = go_on(fail=1)
+    forced_tick(conn, source.queue)
+    again = go_on()
+    assert again[0] == first[1]
+    found = payloads(first[:1] + again)
+    assert [row.tick_id for row in sorted(found)] == ticks
 
 
 def test_reading_a_batch_twice_changes_nothing(source: Source, conn: Connection) -> None:
@@ -433,16 +564,87 @@ def test_a_transaction_that_stays_open_over_many_ticks_is_not_lost(
     assert payloads(box) == ["slow"]
 
 
-def test_the_position_follows_one_batch_behind(source: Source, conn: Connection) -> None:
-    position = "select c.last_tick from pgque.get_consumer_info(%s, 'c') as c"
+POSITION = "select c.last_tick from pgque.get_consumer_info(%s, 'c') as c"
+
+
+def test_an_available_now_run_commits_at_its_end(source: Source, conn: Connection) -> None:
+    configure(conn, source.queue, max_depth=10)
+    subscribe(conn, source.queue)
+    for _ in range(2):
+        send_many(conn, source.queue, 10)
+        tick = forced_tick(conn, source.queue)
+        assert len(payloads(source.run(source.stream()))) == 10
+        if not newest_spark():
+            # Spark does not call the reader again: the next run moves the position, or the restarted stream.
+            assert value(conn, POSITION, source.queue) < tick
+            with pytest.raises(psycopg.Error, match="queue full"):
+                send_many(conn, source.queue, 10)
+            return
+        assert value(conn, POSITION, source.queue) == tick
+
+
+def wait_for_position(conn: Connection, queue: str, tick: int) -> None:
+    deadline = time.monotonic() + 60
+    while value(conn, POSITION, queue) != tick:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_an_idle_stream_has_committed_what_it_has_read(source: Source, conn: Connection) -> None:
+    configure(conn, source.queue, max_depth=10)
+    subscribe(conn, source.queue)
+    box: Batches = []
+    query = source.start(source.stream(), box)
+    for number in range(1, 5):
+        send_many(conn, source.queue, 10)
+        wait_for_position(conn, source.queue, forced_tick(conn, source.queue))
+        # The place from which Spark goes on after a kill.
+        done = [int(path.name) for path in Path(source.checkpoint, "commits").glob("[0-9]*")]
+        assert stored_ticks(source.checkpoint)[max(done)] == value(conn, POSITION, source.queue)
+        assert len(payloads(box)) == 10 * number
+    query.stop()
+
+
+def test_a_position_that_waits_for_a_lock_moves_with_the_next_micro_batch(
+    source: Source, conn: Connection, dsn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pgque.spark._compat import ReadMaxRows
+
+    subscribe(conn, source.queue)
+    stream = direct(source)
+    start = stream.initialOffset()
     send(conn, source.queue)
-    first = forced_tick(conn, source.queue)
-    source.run(source.stream(startingAt="earliest"))
-    assert value(conn, position, source.queue) < first
-    send(conn, source.queue)
-    second = forced_tick(conn, source.queue)
-    source.run(source.stream())
-    assert first <= value(conn, position, source.queue) < second
+    forced_tick(conn, source.queue)
+    end = stream.latestOffset(start, ReadMaxRows(1))
+    stream.partitions(start, end)
+    with psycopg.connect(dsn) as other, caplog.at_level(logging.WARNING, "pgque.spark"):
+        other.execute("select from pgque.queue q where q.queue_name = %s for update", [source.queue])
+        assert stream.latestOffset(end, ReadMaxRows(1)) == end
+        assert f"was not moved to tick {end['tick']}: " in caplog.text
+    assert value(conn, POSITION, source.queue) == start["tick"]
+    stream.commit(end)
+    assert value(conn, POSITION, source.queue) == end["tick"]
+    stream.stop()
+
+
+def test_the_position_waits_for_a_checkpoint_that_spark_writes_later(
+    source: Source, conn: Connection
+) -> None:
+    subscribe(conn, source.queue)
+    for _ in range(2):
+        for number in range(4):
+            send(conn, source.queue)
+            tick = forced_tick(conn, source.queue)
+            if number == 0:
+                writer = (
+                    source.stream().writeStream.format("noop").option("checkpointLocation", source.checkpoint)
+                )
+                writer = writer.option("asyncProgressTrackingEnabled", True)
+                query = writer.option("asyncProgressTrackingCheckpointIntervalMs", 3_600_000).start()
+            query.processAllAvailable()
+        query.stop()
+        written = stored_ticks(source.checkpoint)[-1]
+        assert value(conn, POSITION, source.queue) <= written < tick
 
 
 def test_a_micro_batch_keeps_its_limits(source: Source, conn: Connection) -> None:
@@ -624,6 +826,67 @@ def test_a_trigger_of_once_reads_everything(source: Source, conn: Connection) ->
     assert [len(batch) for _, batch in box] == ([30] if newest_spark() else [10])
 
 
+def pass_ids(conn: Connection, queue: str, count: int) -> int:
+    """Send one message and make a tick that counts as `count` messages, as after sends that were rolled back."""
+    send(conn, queue)
+    value(
+        conn,
+        "select setval(q.queue_event_seq, nextval(q.queue_event_seq) + %s) from pgque.queue q where q.queue_name = %s",
+        count - 2,
+        queue,
+    )
+    return forced_tick(conn, queue)
+
+
+def test_windows_grow_while_a_stream_catches_up(source: Source, conn: Connection) -> None:
+    from pgque.spark._compat import ReadMaxRows
+
+    for most, sizes in ((None, [2, 2, 8, 28]), (100_000, [2, 2, 4, 4, 4])):
+        subscribe(conn, source.queue)
+        ticks = [pass_ids(conn, source.queue, 25_000) for _ in range(40)]
+        limited = {} if most is None else {"maxEventsPerTrigger": most}
+        stream = direct(source, **limited)
+        at = stream.initialOffset()
+        found = []
+        while at["tick"] < ticks[-1]:
+            before, at = at["tick"], stream.latestOffset(at, ReadMaxRows(1))
+            found.append(at["tick"] - before)
+        stream.commit(at)
+        stream.stop()
+        assert found[: len(sizes)] == sizes
+        assert sum(found) == 40
+
+
+def test_windows_have_the_size_that_takes_a_few_seconds() -> None:
+    from pgque.spark._pace import Pace
+
+    pace, now = Pace(None, None), 999_987.5
+    sizes = [pace.next(now)]
+    # The first micro-batch, which waits for Spark's workers, says nothing. The last one is a pause of Spark,
+    # whose trigger of a minute begins at whole minutes.
+    for seconds, behind in (
+        (9, True),
+        (1, True),
+        (1.5, True),
+        (1, False),
+        (6, True),
+        (90, True),
+        (32.05, True),
+    ):
+        pace.planned(behind)
+        now += seconds
+        sizes.append(pace.next(now))
+    assert sizes == [50_000, 50_000, 150_000, 300_000, 300_000, 150_000, 75_000, 75_000 * 32]
+
+
+@pytest.mark.skipif(not newest_spark(), reason="PySpark 4.0 and 4.1 ask for all that is there")
+def test_one_micro_batch_may_have_all_that_is_there(source: Source, conn: Connection) -> None:
+    for most, batches in (({}, 3), ({"maxEventsPerTrigger": "all"}, 1)):
+        for _ in range(3):
+            pass_ids(conn, source.queue, 50_000)
+        assert len(source.run(source.stream(startingAt="earliest", **most))) == batches
+
+
 # --- Several queues -----------------------------------------------------------------------------------
 
 
@@ -719,6 +982,41 @@ def test_queues_share_the_limit_of_a_micro_batch(several: Several, conn: Connect
     query.processAllAvailable()
     query.stop()
     assert [len(batch) for _, batch in box] == [20, 20, 20]
+
+
+def test_a_micro_batch_waits_for_more_messages_but_not_for_ever(
+    several: Several, conn: Connection, wait_until: Callable[..., None]
+) -> None:
+    from pgque.spark._compat import ReadAllAvailable, ReadMaxRows
+
+    source, first, second = several.source, several.name("a"), several.name("b")
+    given = {"queues": several.pattern, "minEventsPerTrigger": 10, "startingAt": "earliest"}
+    stream, hasty = direct(source, **given), direct(source, **given, maxTriggerDelay="1ms")
+    limit = ReadMaxRows(1)
+    at = stream.latestOffset(stream.initialOffset(), limit)
+    send_many(conn, first, 6)
+    # What has no tick yet does not count.
+    send_many(conn, second, 6)
+    forced_tick(conn, first)
+    for limited, waits in ((limit, True), (ReadAllAvailable(), False)):
+        assert (stream.latestOffset(at, limited) == at) is waits
+    at = stream.latestOffset(at, ReadAllAvailable())
+    forced_tick(conn, second)
+    assert stream.latestOffset(at, limit) == at
+    send_many(conn, first, 4)
+    forced_tick(conn, first)
+    at = stream.latestOffset(at, limit)
+    send(conn, first)
+    forced_tick(conn, first)
+    assert stream.latestOffset(at, limit) == at
+    stream.prepareForTriggerAvailableNow()
+    assert stream.latestOffset(at, limit) != at
+    stream.stop()
+    start = hasty.latestOffset(at, limit)
+    send(conn, first)
+    forced_tick(conn, first)
+    wait_until(lambda: hasty.latestOffset(start, limit) != start, "it has waited long enough")
+    hasty.stop()
 
 
 def test_a_batch_reads_several_queues(several: Several) -> None:
@@ -995,6 +1293,34 @@ def test_an_idle_query_has_one_connection_and_asks_little(
     assert made / 2 / took < 10
 
 
+def test_a_micro_batch_asks_the_server_six_times(source: Source, conn: Connection, tmp_path: Path) -> None:
+    from pgque.spark._compat import ReadMaxRows
+
+    subscribe(conn, source.queue)
+    stream = direct(source)
+    start = stream.initialOffset()
+    asked = []
+    for number in range(3):
+        send(conn, source.queue)
+        forced_tick(conn, source.queue)
+        path = tmp_path / str(number)
+        with path.open("wb") as file:
+            libpq = stream._connected()._connected().pgconn
+            libpq.trace(file.fileno())
+            end = stream.latestOffset(start, ReadMaxRows(1))
+            stream.reportLatestOffset()
+            if number > 0:
+                stream.commit(start)
+            stream.partitions(start, end)
+            libpq.untrace()
+        asked.append(len(re.findall(r"\tF\t\d+\t(?:Sync|Query)\b", path.read_text())))
+        start = end
+    stream.stop()
+    # Newest ticks, next window, lag, where the consumer stands, pieces; from the second one on, its move. The
+    # first one forgets what a run before it could not parse.
+    assert asked == [6, 6, 6]
+
+
 def test_a_task_reads_in_a_read_only_transaction_under_the_query_s_name(
     source: Source, conn: Connection, wait_until: Callable[..., None]
 ) -> None:
@@ -1018,37 +1344,12 @@ def test_a_task_reads_in_a_read_only_transaction_under_the_query_s_name(
     assert value(conn, locks, pid) == 0
     assert value(conn, "select state from pg_stat_activity where pid = %s", pid) == "idle in transaction"
     assert sum(batch.num_rows for batch in reading) == 90
-    wait_until(lambda: sessions(conn, source.queue) == [], "the connection is closed")
+    wait_until(lambda: sessions(conn, source.queue) == [], "the connection has the task's name no longer")
 
 
 def test_the_reader_connects_only_when_it_is_asked(source: Source, conn: Connection) -> None:
-    import pickle
 
-    from pyspark.sql.types import StructType
-
-    from pgque.spark import options
-    from pgque.spark.source import PgqueStreamReader
-
-    reader = PgqueStreamReader(
-        options.parse(source.options({"consumer": "c"}), options.STREAM_READ), StructType([])
-    )
-    pickle.loads(pickle.dumps(reader))  # noqa: S301
-    assert sessions(conn, source.queue) == []
-    assert reader.initialOffset() == reader.initialOffset()
-    assert len(sessions(conn, source.queue)) == 1
-    reader.stop()
-
-
-def test_the_server_is_soon_to_notice_that_the_driver_s_host_is_lost(
-    source: Source, jdbc_as: Callable[[Role], Any]
-) -> None:
-    from pyspark.sql.types import StructType
-
-    from pgque.spark import options
-    from pgque.spark.source import PgqueStreamReader
-
-    given = {**source.options({"consumer": "c"}), "url": jdbc_as(source.role).dsn}
-    reader = PgqueStreamReader(options.parse(given, options.STREAM_READ), StructType([]))
+    reader = direct(source)
     reader.initialOffset()
     # Only the session itself can tell, and only through TCP.
     (seconds,) = reader._connected().do(

@@ -175,6 +175,19 @@ def test_a_schema_that_cannot_be_read_is_refused(typed: Typed, options: dict[str
     assert text in told(lambda: typed.batch(**options).collect())
 
 
+def test_a_payload_schema_that_spark_does_not_read_is_shown_with_the_option(typed: Typed) -> None:
+    text = told(lambda: typed.batch(payloadSchema="id bigint, total doubel"))
+    assert 'Unsupported data type "DOUBEL"' in text
+    # Spark's mark is below the wrong word.
+    assert "-- option payloadSchema:\nid bigint, total doubel\n-----------------^^^" in text
+    assert "-- option payloadSchema:\nid bigint,\n" in told(lambda: typed.batch(payloadSchema="id bigint,"))
+
+
+def test_a_comment_in_a_payload_schema_ends_with_it(typed: Typed) -> None:
+    frame = typed.batch(columns="msg_id", payloadSchema="id: bigint, `a b` struct<x int> -- the rest")
+    assert frame.columns == ["msg_id", "id", "a b", "_corrupt"]
+
+
 def test_a_temporary_view_is_typed_in_sql(typed: Typed, spark: SparkSession, conn: Connection) -> None:
     put(conn, typed.queue, '{"id": 1, "total": 2.5}', '{"id": 2, "total": 4}')
     spark.sql(

@@ -26,6 +26,7 @@ CALLS = {
     "unstage_dead": "select pgque.unstage_dead(%(queue)s, 'c', %(tick)s, %(incarnation)s)",
     "archive_next": "select pgque.archive_next(%(queue)s, 'a', %(tick)s, incarnation => %(incarnation)s)",
     "archive_read": "select pgque.archive_read(%(queue)s, 'a', %(tick)s, 0, 9, incarnation => %(incarnation)s)",
+    "archive_read_cursor": "select pgque.archive_read_cursor('d', %(queue)s, 'a', %(tick)s, 0, 9, incarnation => %(incarnation)s)",
 }
 # Calls that find a tick, which would be one of another queue
 FINDERS = {

@@ -348,6 +348,9 @@ def test_health_warns_of_messages_that_nobody_gets(own: Connection) -> None:
     send_many(own, "q", 3)
     ((status, detail, advice),) = rows(own, CHECK, "consumers")
     assert (status, detail) == ("warn", "no consumer; recent messages that no consumer gets: 3")
+    configure(own, "q", health_pending_warn="0")  # a log that nobody has to read
+    assert rows(own, CHECK, "consumers") == [("ok", "no consumer", None)]
+    configure(own, "q", health_pending_warn="5 minutes")
     own.execute(advice[advice.index("select") :].encode())
     forced_tick(own, "q")
     assert rows(own, CHECK, "consumers")[0][0] == "ok"

@@ -156,6 +156,7 @@ def test_every_function_that_takes_a_queue_takes_its_id(own: Connection) -> None
         "archive_of",
         "archive_next",
         "archive_read",
+        "archive_read_cursor",
         "queue_settings",
         "dlq_reasons",
         "queue_rates",

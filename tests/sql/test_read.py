@@ -69,7 +69,29 @@ def cursor_window(conn: Connection, *arguments: Any, name: str = "c", size: int 
 
 def split(conn: Connection, queue: str, start: int, end: int, parts: int) -> list[tuple[int, int, int, int]]:
     """Return the pieces of a window: from_tick, to_tick, parts, part."""
-    return rows(conn, "select * from pgque.split_window(%s, %s, %s, %s)", queue, start, end, parts)
+    given = [queue, start, end, parts]
+    return rows(
+        conn, "select from_tick, to_tick, parts, part from pgque.split_window(%s, %s, %s, %s)", *given
+    )
+
+
+def ranges(
+    conn: Connection,
+    queue: str,
+    start: int,
+    end: int,
+    parts: int,
+    *within: int | None,
+    consumer: str | None = None,
+) -> list[list[int]]:
+    """Split a window, or its part within two ids, by ids; return the ids of the messages of each piece."""
+    call = (
+        "select from_tick, to_tick, after_id, upto_id from pgque.split_window(%s, %s, %s, %s, null, %s, %s)"
+    )
+    pieces = rows(conn, call, queue, start, end, parts, *(within or (None, None)))
+    assert len(pieces) <= parts
+    read = "select ev_id from pgque.read_window(%s, %s, %s, %s, after_id => %s, upto_id => %s)"
+    return [column(conn, read, queue, begin, upto, consumer, *ids) for begin, upto, *ids in pieces]
 
 
 def tick_for(conn: Connection, queue: str | None, start_at: str | None) -> int:
@@ -248,8 +270,18 @@ def test_the_windows_of_any_cut_hold_every_message_once(
                 ]
                 assert len(divided) <= parts
                 assert sorted(itertools.chain(*divided)) == ids
+                assert sorted(itertools.chain(*ranges(conn, past.queue, start, end, parts))) == ids
+                for after, upto in ((None, ids[len(ids) // 2]), (ids[len(ids) // 2], None)) if ids else ():
+                    some = [i for i in ids if (after or 0) < i <= (upto or i)]
+                    split_part = ranges(conn, past.queue, start, end, parts, after, upto)
+                    assert list(itertools.chain(*split_part)) == some
             for consumer in ("a", "pin"):
-                assert set(window(conn, past.queue, start, end, consumer)) >= set(ids)
+                all_of = window(conn, past.queue, start, end, consumer)
+                assert set(all_of) >= set(ids)
+                assert (
+                    sorted(itertools.chain(*ranges(conn, past.queue, start, end, 5, consumer=consumer)))
+                    == all_of
+                )
 
 
 @pytest.mark.parametrize("seed", [4, 5])
@@ -606,6 +638,7 @@ def test_pieces_cover_a_window_whatever_its_ticks_hold(conn: Connection, subscri
             assert len(pieces) <= sum(shape) + len(shape)
             got = [window(conn, subscribed, f, t, parts=n, part=p) for f, t, n, p in pieces]
             assert sorted(itertools.chain(*got)) == ids, (shape, parts)
+            assert list(itertools.chain(*ranges(conn, subscribed, start, end, parts))) == ids, (shape, parts)
             # In order of ticks, without a gap: only then a reader can keep their order.
             runs = sorted({(f, t) for f, t, _, _ in pieces})
             assert [p[:2] for p in pieces] == sorted(p[:2] for p in pieces)
@@ -630,6 +663,151 @@ def test_a_heavy_tick_is_split_and_light_ones_are_put_together(conn: Connection,
         for f, t, n, p in split(conn, subscribed, one[0], one[-1], 8)
     ]
     assert sizes == [125] * 8
+    found = ranges(conn, subscribed, one[0], one[-1], 8)
+    assert [len(ids) for ids in found] == [125] * 8
+    assert list(itertools.chain(*found)) == window(conn, subscribed, one[0], one[-1])
+    middle = found[3][-1]
+    halves = [
+        *ranges(conn, subscribed, one[0], one[-1], 4, None, middle),
+        *ranges(conn, subscribed, one[0], one[-1], 4, middle, None),
+    ]
+    assert [len(ids) for ids in halves] == [125] * 8
+
+
+def test_the_pieces_of_a_part_of_a_window_stay_within_it(conn: Connection, subscribed: str) -> None:
+    start, end = ticks_of(conn, subscribed, [20])
+    ids = window(conn, subscribed, start, end)
+    for after, upto in (
+        (None, None),
+        (ids[4], None),
+        (None, ids[9]),
+        (ids[4], ids[9]),
+        (ids[4], ids[4]),
+        (ids[-1], None),
+        (0, 2**62),
+    ):
+        expected = [i for i in ids if (after or 0) < i <= (upto or i)]
+        for parts in (1, 3, 100):
+            assert (
+                list(itertools.chain(*ranges(conn, subscribed, start, end, parts, after, upto))) == expected
+            ), (after, upto)
+
+
+# --- cursors ----------------------------------------------------------------------------------------------
+
+
+def cursor_of(conn: Connection, queue: str, start: int, end: int, columns: str, **further: Any) -> list[Any]:
+    """Return the rows of a cursor over some columns of a window."""
+    named = {"columns": "{" + columns + "}", **further}
+    given = ", ".join(f"{name} => %({name})s" for name in named)
+    with conn.transaction():
+        call = f"select pgque.read_window_cursor('c', %(queue)s, %(start)s, %(end)s, {given})"
+        conn.execute(call, {"queue": queue, "start": start, "end": end, **named})
+        return conn.execute("fetch all from c").fetchall()
+
+
+def test_a_cursor_returns_the_columns_that_are_asked_for(conn: Connection, subscribed: str) -> None:
+    start = tick_for(conn, subscribed, "latest")
+    call = "select pgque.send(queue_name => %s, type_name => 't', payload => %s, headers => %s::jsonb, partition_key => %s)"
+    value(conn, call, subscribed, "é", '{"a": 1, "b": null, "c": "x"}', "k")
+    value(conn, "select pgque.send_batch(%s, 't', array['\\x00ff'::bytea])", subscribed)
+    end = forced_tick(conn, subscribed)
+    found = cursor_of(
+        conn, subscribed, start, end, "payload,key,header_names,header_values,ev_id,ev_data,payload"
+    )
+    ids = window(conn, subscribed, start, end)
+    utf8 = "é".encode()
+    assert found == [
+        (utf8, "k", ["a", "b", "c"], ["1", None, "x"], ids[0], "é", utf8),
+        (b"\0\xff", None, None, None, ids[1], None, b"\0\xff"),
+    ]
+    for wrong in ("", "ev_id,slot", "EV_ID", "null", "ev_id; select 1", "e.ev_id"):
+        with pytest.raises(psycopg.Error) as caught:
+            cursor_of(
+                conn,
+                subscribed,
+                start,
+                end,
+                '"' + wrong + '"' if wrong and wrong not in {"null", "ev_id,slot"} else wrong,
+            )
+        assert caught.value.sqlstate == "PQ005", wrong
+        assert caught.value.diag.message_hint
+
+
+def test_parts_by_key_keep_the_order_of_each_key(conn: Connection, subscribed: str) -> None:
+    start = tick_for(conn, subscribed, "latest")
+    call = "select pgque.send(queue_name => %s, type_name => 't', payload => 'x', partition_key => %s)"
+    for n in range(60):
+        value(conn, call, subscribed, None if n % 3 == 0 else f"k{n % 7}")
+    end = forced_tick(conn, subscribed)
+    ids = window(conn, subscribed, start, end)
+    got = [
+        cursor_of(conn, subscribed, start, end, "ev_id,key", parts=4, part=p, by_key=True) for p in range(4)
+    ]
+    assert sorted(i for part in got for i, _ in part) == ids
+    for part in got:
+        assert [i for i, _ in part] == sorted(i for i, _ in part)
+    keys = [{key for _, key in part if key} for part in got]
+    assert sum(map(len, keys)) == 7
+    assert sum(map(bool, keys)) > 1
+    assert [{i % 4 for i, key in part if key is None} for part in got] == [{0}, {1}, {2}, {3}]
+
+
+def test_a_cursor_without_an_order_scans_a_window_once_and_stores_no_row(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    start = tick_for(conn, subscribed, "latest")
+    value(
+        conn,
+        "select count(pgque.send_batch(%s, 't', array(select repeat('x', 200) from generate_series(1, 5000))))",
+        subscribed,
+    )
+    end = forced_tick(conn, subscribed)
+    scanned = "select sum(idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname ~ '^event_[0-9]+_[0-2]$'"
+    stored: list[str] = []
+    reading = connect()
+    reading.add_notice_handler(lambda notice: stored.append(str(notice.message_primary)))
+    reading.execute("set work_mem = '64kB'; set log_temp_files = 0; set client_min_messages = log")
+    for ordered in (False, True):
+        with reading.transaction():
+            before = value(reading, scanned)
+            call = "select pgque.read_window_cursor('c', %s, %s, %s, ordered => %s)"
+            assert value(reading, call, subscribed, start, end, ordered) == 2000
+            count = 0
+            while piece := column(reading, "fetch 50 from c"):
+                count += len(piece)
+            assert count == 5_000
+            assert value(reading, scanned) - before == 5_000
+        # A sort of so many rows is stored in a file.
+        assert bool([text for text in stored if "temporary file" in text]) is ordered
+
+
+def test_fewer_rows_are_to_be_fetched_at_once_where_they_may_be_large(
+    conn: Connection, subscribed: str
+) -> None:
+    start = tick_for(conn, subscribed, "latest")
+    call = "select pgque.send(%s, (select string_agg(md5(i::text), '') from generate_series(1, 1000) i))"
+    value(conn, call, subscribed)
+    end = forced_tick(conn, subscribed)
+    with conn.transaction():
+        assert value(conn, "select pgque.read_window_cursor('c', %s, %s, %s)", subscribed, start, end) == 200
+
+
+@OLD
+def test_a_snapshot_from_before_a_truncation_reads_no_empty_window(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    start = tick_for(conn, subscribed, "latest")
+    send_many(conn, subscribed, 5)
+    end = forced_tick(conn, subscribed)
+    reading = transaction(isolation)
+    value(reading, "select 1")
+    for _ in range(4):
+        send(conn, subscribed)
+        seek(conn, subscribed, forced_tick(conn, subscribed))
+        rotate(conn, subscribed)
+    call = "select pgque.read_window_cursor('c', %s, %s, %s, ordered => false)"
+    refused("PQ015", value, reading, call, subscribed, start, end)
 
 
 def test_the_next_piece_keeps_to_its_limits_by_whole_ticks(conn: Connection, subscribed: str) -> None:

@@ -342,14 +342,14 @@ select pgque.next_tick('orders', :from_tick, max_events => 10000);
 select to_tick, upto_id from pgque.next_window('orders', :from_tick, max_events => 10000);
 
 -- split_window
-select from_tick, to_tick, parts, part from pgque.split_window('orders', :from_tick, :to_tick, 4);
+select from_tick, to_tick, after_id, upto_id from pgque.split_window('orders', :from_tick, :to_tick, 4);
 
 -- read_window
 select ev_id, ev_type, ev_data from pgque.read_window('orders', :from_tick, :to_tick);
 
 -- read_window_cursor
 -- In one transaction:
-select pgque.read_window_cursor('events', 'orders', :from_tick, :to_tick);
+select pgque.read_window_cursor('events', 'orders', :from_tick, :to_tick, columns => '{ev_id,ev_data}', ordered => false);
 fetch 1000 from events;
 
 -- stream_lag
@@ -372,6 +372,11 @@ select pgque.archive_next('sales', 'report', pgque.open_stream('sales', 'report'
 
 -- archive_read
 select ev_id, ev_type, ev_data from pgque.archive_read('sales', 'report', pgque.open_stream('sales', 'report'), after_id => 0, upto_id => 1000);
+
+-- archive_read_cursor
+-- In one transaction:
+select pgque.archive_read_cursor('archived', 'sales', 'report', pgque.open_stream('sales', 'report'), after_id => 0, upto_id => 1000);
+fetch 200 from archived;
 
 -- sink
 insert into pgque.sink (queue, type, payload, headers) values ('orders', 'order.created', '{"id": 5}', '{"trace": "4bf9"}');

@@ -926,7 +926,8 @@ comment on column pgque.queue.queue_max_consumers is
   'How many consumers a queue may have, subconsumers included; 0: no limit. Beyond it subscribe() fails with PQ003 for roles that have a right to '
   'this queue only. Only a member of pgque_admin sets it. Unit: consumers.';
 comment on column pgque.queue.queue_health_pending_warn is
-  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter.';
+  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter, and '
+  'a queue without a consumer is no reason to warn.';
 comment on column pgque.queue.queue_health_pending_fail is
   'health() fails when a consumer''s oldest pending message is older than this, or older than retention_period. 0: only the latter. health() warns '
   'of messages that a worker has leased for longer than this and than ten times visibility_timeout; 0: never.';

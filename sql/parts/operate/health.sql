@@ -446,7 +446,7 @@ begin
   if p_consumers = 0 then
     detail := 'no consumer';
     execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
-    if v_unread > 0 then
+    if v_unread > 0 and p_queue.queue_health_pending_warn > '0' then
       status := 'warn';
       detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
       advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',

@@ -63,11 +63,14 @@ create or replace function pgque._need_tick(p_queue pgque.queue, p_tick_id bigin
 language plpgsql as $$
 declare
   v_tick  pgque.tick := pgque._tick(p_queue.queue_id, p_tick_id);
+  v_last  bigint;
 begin
   if v_tick.tick_id is null then
     perform pgque._not_future_tick(p_queue, p_tick_id);
-    perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
-        (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
+    v_last := (pgque._last_tick(p_queue)).tick_id;
+    perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ', coalesce(p_tick_id::text, 'null'), p_queue.queue_name)
+        -- A snapshot from before all its tables were emptied
+        || case when v_last is null then 'none that this transaction sees' else pg_catalog.format('ticks %s to %s', (pgque._find_tick(p_queue, 'earliest')).tick_id, v_last) end,
       'Start at a later tick. To keep ticks and events until you have read them, subscribe a consumer: rotation deletes those that all consumers have passed.');
   end if;
   return v_tick;
@@ -184,9 +187,11 @@ begin
 end
 $$;
 
--- The same window is split in the same way as long as its ticks are stored.
+-- The same window is split in the same way as long as its ticks are stored: by their
+-- event sequences alone.
 create or replace function pgque.split_window(
-  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, incarnation uuid default null, caller pgque.caller default current_user, out part int
+  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, incarnation uuid default null, out part int,
+  inout after_id bigint default null, inout upto_id bigint default null, caller pgque.caller default current_user
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -200,35 +205,44 @@ begin
   end if;
   v_from := pgque._need_tick(v_queue, $2);
   v_to := pgque._need_tick(v_queue, $3);
-  -- The share of events of one piece.  A run is the ticks that begin within one share.
-  -- It makes as many pieces as shares pass until the next run.
+  -- The share of events of one piece.  A run is the ticks that begin within one share; a
+  -- part of a window is one run.  A run makes as many pieces as shares pass until the next
+  -- run.  The first piece of a run has no lower bound and the last no upper one: the
+  -- window also has ids that were drawn before its first tick.
   v_share := greatest((v_to.tick_event_seq - v_from.tick_event_seq + $4 - 1) / $4, 1);
   return query execute format(
     $q$
-    select r.from_tick, r.to_tick, p.parts, g.part
+    select r.from_tick, r.to_tick, p.parts, g.part,
+      case g.part when 0 then $6 else p.lo + p.step * g.part end, case g.part when p.parts - 1 then $7 else p.lo + p.step * (g.part + 1) end
     from (
-      select min(t.prev) as from_tick, max(t.tick_id) as to_tick, t.share,
+      select min(t.prev) as from_tick, max(t.tick_id) as to_tick, min(t.prev_seq) as lo, max(t.tick_event_seq) as hi,
         coalesce(lead(t.share) over (order by t.share), ($4 + $5 - 1) / $5) - t.share as shares
       from (
         -- A tick that begins at the end belongs to the last share.
-        select t.tick_id, lag(t.tick_id, 1, $1) over w as prev, least(lag(t.tick_event_seq, 1, $3) over w - $3, greatest($4 - 1, 0)) / $5 as share
-        from (%s) t
-        where t.tick_id > $1 and t.tick_id <= $2
-        window w as (order by t.tick_id)
+        select t.*, case when coalesce($6, $7) is null then least(t.prev_seq - $3, greatest($4 - 1, 0)) / $5 else 0 end as share
+        from (
+          select t.tick_id, t.tick_event_seq, lag(t.tick_id, 1, $1) over w as prev, lag(t.tick_event_seq, 1, $3) over w as prev_seq
+          from (%s) t
+          where t.tick_id > $1 and t.tick_id <= $2
+          window w as (order by t.tick_id)
+        ) t
       ) t
       group by t.share
     ) r
-    cross join lateral (select greatest(r.shares, 1)::int as parts) p
+    cross join lateral (select greatest(r.lo, $6) as lo, least(r.hi, $7) as hi) i
+    cross join lateral (select greatest(case when coalesce($6, $7) is null then r.shares else least(i.hi - i.lo, $8) end, 1)::int) n (parts)
+    cross join lateral (select n.parts, i.lo, greatest(i.hi - i.lo, 0) / n.parts as step) p
     cross join lateral generate_series(0, p.parts - 1) g (part)
     order by r.from_tick, g.part
     $q$, pgque._ticks_sql(v_queue.queue_id))
-  using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share;
+  using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share, after_id, upto_id, $4;
 end
 $$;
-comment on function pgque.split_window(text, bigint, bigint, int, uuid, pgque.caller) is
-  'Splits the window between two ticks into at most parts pieces with about as many events each. Each row holds the arguments of a call of '
-  'read_window(). A piece is a run of ticks, or one remainder of the ids of a tick with many events. incarnation: see queue_incarnation(). Errors: PQ001 no such '
-  'queue; PQ005 no such window; PQ015 a tick is not stored, or the queue is another incarnation.';
+comment on function pgque.split_window(text, bigint, bigint, int, uuid, bigint, bigint, pgque.caller) is
+  'Splits the window between two ticks into at most parts pieces with about as many events each: runs of ticks, and ranges of ids of a tick with many events. Each row '
+  'has the arguments of a call of read_window(): from_tick, to_tick, after_id and upto_id. Earlier versions of the client use parts and part (a remainder of the ids) '
+  'instead of the ids: a reader needs one of the two. after_id, upto_id: split only this part of the window; see next_window(). incarnation: see queue_incarnation(). '
+  'Errors: PQ001 no such queue; PQ005 no such window; PQ015 a tick is not stored, or the queue is another incarnation.';
 
 -- Refuses a window, or a part of one, with PQ005.
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
@@ -244,7 +258,7 @@ $$;
 -- with the clock.
 create or replace function pgque._window_sql(
   p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_incarnation uuid, p_caller name,
-  p_after bigint default null, p_upto bigint default null
+  p_after bigint default null, p_upto bigint default null, p_columns text[] default null, p_ordered boolean default true, p_by_key boolean default false
 ) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
@@ -261,11 +275,54 @@ begin
   v_cond := pg_catalog.format('(e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
     || pgque._row_condition(p_queue, p_consumer, p_after, p_upto)
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
-    || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
+    || case when p_parts = 1 then '' else pg_catalog.format(' and %s %% %s = %s', case when p_by_key
+      then '(coalesce(hashtextextended(coalesce(e.ev_key, e.ev_extra1) collate "C", 0), e.ev_id) & 9223372036854775807)' else 'e.ev_id' end, p_parts, p_part) end;
   -- The bodies of a key have one id: the newest comes last, and then a retry.
-  return pg_catalog.format('select %s from (%s) e order by e.ev_id, coalesce(e.ev_owner, 0) > 0, coalesce(e.ev_retry, 0)', pgque._event_columns(),
-    pgque._rows_of_window_sql(v_queue.queue_id, pgque._part_of_window(v_from, v_to, p_after, p_upto), v_cond));
+  return pg_catalog.format('select %s from (%s) e', pgque._read_columns(v_queue.queue_name, p_columns),
+      pgque._rows_of_window_sql(v_queue.queue_id, pgque._part_of_window(v_from, v_to, p_after, p_upto), v_cond))
+    || case when p_ordered then ' order by e.ev_id, coalesce(e.ev_owner, 0) > 0, coalesce(e.ev_retry, 0)' else '' end;
 end
+$$;
+
+-- Returns the list of what a reader selects from rows e: columns of read_window(), or what
+-- Spark makes of them.  A query that computes it itself would need the rows of a function,
+-- which the server stores before it returns the first.
+create or replace function pgque._read_columns(p_queue text, p_columns text[]) returns text
+language plpgsql as $$
+declare
+  v_found    text;
+  v_unknown  text;
+begin
+  if p_columns is null then
+    return pgque._event_columns();
+  end if;
+  select pg_catalog.string_agg(coalesce(m.what || ' as ' || c.name, 'e.' || v.name), ', ' order by c.n),
+    min(coalesce(c.name, 'null')) filter (where coalesce(m.name, v.name) is null)
+  into v_found, v_unknown
+  from pg_catalog.unnest(p_columns) with ordinality c (name, n)
+  left join (values
+    ('key', 'coalesce(e.ev_key, e.ev_extra1)'),
+    ('payload', $q$coalesce(e.ev_bytes, pg_catalog.convert_to(e.ev_data, 'UTF8'))$q$),
+    ('header_names', 'case when e.ev_headers is not null then array(select h.key from pg_catalog.jsonb_each_text(e.ev_headers) h) end'),
+    ('header_values', 'case when e.ev_headers is not null then array(select h.value from pg_catalog.jsonb_each_text(e.ev_headers) h) end')
+  ) m (name, what) on m.name = c.name
+  left join pg_catalog.regexp_split_to_table(pg_catalog.replace(pgque._event_columns(), 'e.', ''), ', ') v (name) on v.name = c.name;
+  if v_found is null or v_unknown is not null then
+    perform pgque._fail('PQ005', pg_catalog.format('no such column: %s, to read from queue %I', coalesce(v_unknown, 'none given'), p_queue),
+      pg_catalog.format('Choose from %s, key, payload, header_names and header_values, or leave the argument columns out for those of read_window().',
+        pg_catalog.replace(pgque._event_columns(), 'e.', '')));
+  end if;
+  return v_found;
+end
+$$;
+
+-- Returns how many rows one FETCH should get: these are in the memory of the server and of
+-- the client at once.  Rows are below 2 kB, or compressed to that, if no table has TOAST.
+create or replace function pgque._rows_to_fetch(p_queue_id int) returns int
+language sql stable as $$
+  select case when bool_or(pg_catalog.pg_relation_size(c.reltoastrelid) > 0) then 200 else 2000 end
+  from pg_catalog.generate_series(0, 2) n
+  join pg_catalog.pg_class c on c.oid = pg_catalog.to_regclass(pg_catalog.format('pgque.event_%s_%s', p_queue_id, n))
 $$;
 
 -- Not stable: the tick may be younger than the calling statement.
@@ -288,24 +345,37 @@ comment on function pgque.read_window(text, bigint, bigint, text, text[], int, i
   'incarnation: see queue_incarnation(); without it, a queue that was created again can have other events between ticks with these ids. '
   'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another incarnation.';
 
+-- A cursor streams: the rows of a function are all stored before the first is returned.
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
   parts int default 1, part int default 0, incarnation uuid default null, after_id bigint default null, upto_id bigint default null,
-  caller pgque.caller default current_user
-) returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
-declare
-  v_cursor  refcursor := $1;
+  columns text[] default null, ordered boolean default true, by_key boolean default false, caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set work_mem = '64MB' set jit = off as $$
 begin
-  if coalesce($1, '') = '' then
-    perform pgque._fail('PQ005', format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
-      'Pass any name that is free in this transaction, and FETCH from it.');
-  end if;
-  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller, after_id, upto_id);
+  perform pgque._open_cursor($1, $2, pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller, after_id, upto_id, $12, ordered, by_key));
+  return pgque._rows_to_fetch((pgque._queue($2, caller, 'consume')).queue_id);
 end
 $$;
-comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of read_window(). Read it with FETCH in the same transaction.';
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, text[], boolean, boolean, pgque.caller) is
+  'Opens a cursor named cursor_name over the rows of read_window(), and returns how many rows to FETCH at once, in the same transaction: 2000, or 200 if the queue may have rows above 2 kB. '
+  'It is the fastest way to read a window: the server stores no rows. columns: only these columns of read_window(), or key (the key or the partition key), payload (as bytes), '
+  'header_names, header_values. ordered: by id; false is cheaper. A sort takes up to the work_mem of the session. by_key: parts and part divide the keys instead of the ids, '
+  'so that each key is in one part; messages without a key are divided by id. Errors: those of read_window(); PQ005 no such column; 42P03 the transaction has a cursor with this name.';
+
+-- Opens a cursor over a query.
+create or replace function pgque._open_cursor(p_cursor text, p_queue text, p_sql text) returns void
+language plpgsql as $$
+declare
+  v_cursor  refcursor := p_cursor;
+begin
+  if coalesce(p_cursor, '') = '' then
+    perform pgque._fail('PQ005', pg_catalog.format('a cursor over queue %s needs a name', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'Pass any name that is free in this transaction, and FETCH from it.');
+  end if;
+  open v_cursor no scroll for execute p_sql;
+end
+$$;
 
 -- Waits for senders that replace a body, as subscribe() does: otherwise the consumer
 -- would pass the body that they commit later.

@@ -319,3 +319,17 @@ comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[
   'ev_txid may be NULL. types: only messages of these types. Each call returns the same messages, but for those that are deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by '
   'drop_policy drop, or because they expire. Messages that went to a dead_letter_queue are not among them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
   'stand at tick_id, or the queue is another incarnation.';
+
+create or replace function pgque.archive_read_cursor(
+  cursor_name text, queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, incarnation uuid default null,
+  columns text[] default null, caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set work_mem = '64MB' set jit = off as $$
+begin
+  perform pgque._open_cursor($1, $2, pgque._archived_sql(pgque._need_incarnation(pgque._queue($2, caller, 'admin'), incarnation), $3, $4, $5, $6, $7, pgque._read_columns($2, $9)));
+  return 200;
+end
+$$;
+comment on function pgque.archive_read_cursor(text, text, text, bigint, bigint, bigint, text[], uuid, text[], pgque.caller) is
+  'Opens a cursor named cursor_name over the rows of archive_read(), and returns how many rows to FETCH at once, in the same transaction. columns: as in read_window_cursor(). '
+  'Errors: those of archive_read(); PQ005 no such column; 42P03 the transaction has a cursor with this name.';

@@ -30,11 +30,12 @@ from pgque.ops.install import install
 from pgque.twins.client import PgqueClient, connect
 
 from .plot import save_plot
-from .processes import Program, environment, micro_batches, missing, seconds_told, unfinished
+from .processes import Program, environment, micro_batches, missing, seconds_told, started, unfinished
 from .records import Records, find_records
 from .report import Counts, Run, report
 
 ROLE = "pgque_pipeline"
+RECORDS = 500_000
 STALLED = 180.0  # seconds without any progress until the pipeline gives up
 RESTARTS = 2  # how often a streaming job that ended by itself is started again
 
@@ -52,7 +53,8 @@ create table pipeline.received (
   architecture  text not null,
   section       text not null,
   size_class    text not null,
-  dependencies  int not null
+  dependencies  int not null,
+  number        bigint generated always as identity primary key
 );
 """
 
@@ -62,13 +64,13 @@ def run_pipeline(
     server: str = "auto",
     kills: int = 0,
     keep: bool = False,
-    limit: int | None = None,
+    number: int = RECORDS,
     plot: Path | None = None,
 ) -> int:
     """Run the pipeline and return its exit code: 0 when each record came out exactly once.
 
-    `kills` is how many times the streaming job is killed on its way; `limit` takes the first records only;
-    `plot` is where the SVG goes, by default the folder for temporary files.
+    `kills` is how many times the streaming job is killed on its way; `number` is how many records
+    go through it; `plot` is where the SVG goes, by default the folder for temporary files.
     """
     console = plain_console(line_width() or 120)
     lacks = missing()
@@ -78,25 +80,22 @@ def run_pipeline(
     try:
         with clean_ends(), ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pgque-pipeline-")))
-            records = find_records(limit)
-            console.print(f"{len(records.stanzas):,} records: {records.source}")
-            if records.damaged:
-                console.print(
-                    f"none of them is bad, so {records.damaged} were added that are damaged on purpose"
-                )
+            records = find_records(number)
+            console.print(f"Records: {records.title}; {records.source}")
             place = stack.enter_context(find_place("", server, keep, console))
             version = install(place.dsn)
             driver = stack.enter_context(Driver(place.dsn, keep, console))
             python = platform.python_version()
             console.print(f"{place.title}; pgque {version}; driven by {driver.title}; Python {python}")
-            connection = _prepare(place)
+            # With kills, bound micro-batches, so that there are some to kill.
+            connection = _prepare(place, {"max_window": len(records) // 4 + 1} if kills else {})
             run = Run(time.time())
             _Pipeline(place, records, environment(connection, folder), folder, console).run(run, kills)
             run.batches = micro_batches(folder)
             with connect(place.dsn, autocommit=True) as client:
                 good = report(client, records, run, console)
             path = plot or Path(tempfile.gettempdir(), "pgque-pipeline.svg")
-            save_plot(path, f"{len(records.stanzas):,} records through Spark", run)
+            save_plot(path, f"{len(records):,} records through Spark", run)
             console.print(f"Load, lag and micro-batches over time: {visible(str(path))}", soft_wrap=True)
             _farewell(place, driver, keep, console)
             return 0 if good else 1
@@ -108,11 +107,11 @@ def run_pipeline(
         return 130
 
 
-def _prepare(place: Place) -> dict[str, str]:
+def _prepare(place: Place, settings: dict[str, int]) -> dict[str, str]:
     """Make queues, tables and a role that may use them and no more; return libpq's variables for it."""
     password = secrets.token_hex(16)
     with connect(place.dsn, autocommit=True) as client:
-        client.admin.create_queue("packages")
+        client.admin.create_queue("packages", settings)
         client.admin.create_queue("changes")
         client.subscribe("changes", "tally")
         for consumer in ("changes", "totals"):  # before the first record is sent, so that they miss none
@@ -140,13 +139,15 @@ class _Pipeline:
         self, place: Place, records: Records, env: dict[str, str], folder: Path, console: Console
     ) -> None:
         self._place = place
-        self._total = len(records.stanzas)
+        self._total = len(records)
         self._env = env
         self._folder = folder
         self._console = console
         self._programs: list[Program] = []
+        self._shown = "", -5.0
         self._input = folder / "records.txt"
-        self._input.write_text("\n\n".join(records.stanzas))
+        with self._input.open("w") as file:
+            file.writelines(f"{stanza}\n\n" for stanza in records)
 
     def _start(self, name: str, *arguments: str) -> Program:
         program = Program(name, list(arguments), self._env, self._folder)
@@ -154,7 +155,7 @@ class _Pipeline:
         return program
 
     def _job(self) -> Program:
-        return self._start("job", str(self._folder / "checkpoints"), str(max(self._total // 13, 100)))
+        return self._start("job", str(self._folder / "checkpoints"))
 
     def _again(self, job: Program) -> Program:
         self._programs.remove(job)
@@ -165,7 +166,7 @@ class _Pipeline:
         try:
             with connect(self._place.dsn, autocommit=True) as client:
                 self._console.print("starting Spark twice: to write the records, and to stream them")
-                load = self._start("load", str(self._input), str(min(max(self._total // 1500, 4), 40)))
+                load = self._start("load", str(self._input))
                 job, tally = self._job(), self._start("tally")
                 self._watch(client, load, job, tally, run, kills)
                 run.seconds = time.time() - run.began
@@ -178,7 +179,7 @@ class _Pipeline:
     ) -> None:
         checkpoints = self._folder / "checkpoints"
         plan = [(n + random.uniform(-0.3, 0.3)) / (kills + 1) for n in range(1, kills + 1)]  # noqa: S311
-        counts, moved, next_line, restarts = Counts(), time.monotonic(), 0.0, 0
+        counts, moved, restarts = Counts(), time.monotonic(), 0
         while True:
             time.sleep(0.1)
             before, counts = counts, _counts(client)
@@ -186,9 +187,7 @@ class _Pipeline:
             run.samples.append((time.time(), counts))
             if counts != before:
                 moved = now
-                if now >= next_line:
-                    next_line = now + 2
-                    self._show(counts)
+            self._show(run, counts)
             for program in (job, tally, load):
                 if program.code is None or (program is load and program.code == 0):
                     continue
@@ -214,16 +213,25 @@ class _Pipeline:
                 self._console.print(f"nothing moved for {STALLED:.0f} seconds; the job wrote:", style="red")
                 self._console.print(visible(job.told(), keep="\n\t"))
                 break
-        self._show(counts)
+        self._show(run, counts, every=0)
         job.kill()
         _drain(client)
         run.sending, run.receiving = seconds_told(load, "SENT"), seconds_told(tally, "RECEIVED")
 
-    def _show(self, counts: Counts) -> None:
-        self._console.print(
-            f"added up {counts.added:,}, dead letters {counts.dead:,}, of {self._total:,};"
-            f" changes received {counts.received:,}"
-        )
+    def _show(self, run: Run, counts: Counts, every: float = 2) -> None:
+        """Print what is new, every two seconds, or the same again after five."""
+        if counts.sent:
+            text = (
+                f"of {self._total:,} sent {counts.sent:,}, added up {counts.added:,},"
+                f" dead letters {counts.dead:,}; changes received {counts.received:,}"
+            )
+        else:
+            text = f"Spark starts: {started(self._folder)}"
+        shown, at = self._shown
+        seconds = time.time() - run.began
+        if seconds - at >= (5 if text == shown else every):
+            self._shown = text, seconds
+            self._console.print(f"{seconds:4.0f} s: {text}")
 
 
 _COUNTS = """
@@ -232,7 +240,7 @@ select
   coalesce(max(t.tick_event_seq) filter (where q.queue_name = 'changes'), 0),
   (select coalesce(sum(t.packages), 0)::bigint from pipeline.total t),
   (select count(*) from pgque.dead_letter),
-  (select count(*) from pipeline.received)
+  (select coalesce(max(r.number), 0) from pipeline.received r)
 from pgque.tick t
 join pgque.queue q on q.queue_id = t.tick_queue
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from . import run_pipeline
+from . import RECORDS, run_pipeline
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,11 +19,14 @@ from . import run_pipeline
     "--kill", "kills", type=click.IntRange(0, 20), default=0, help="Kill the streaming job so many times."
 )
 @click.option("--keep", is_flag=True, help="Leave the server up.")
-@click.option("--records", "limit", type=click.IntRange(1), help="Take only the first so many records.")
+@click.option(
+    "--records", "number", type=click.IntRange(1), default=RECORDS, show_default=True,
+    help="How many records; the real ones are repeated if there are fewer.",
+)  # fmt: skip
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Where the plot goes.")
-def main(server: str, kills: int, keep: bool, limit: int | None, plot: Path | None) -> None:
+def main(server: str, kills: int, keep: bool, number: int, plot: Path | None) -> None:
     """Send real records through Spark and two queues, and compare what comes out with what went in."""
-    sys.exit(run_pipeline(server=server, kills=kills, keep=keep, limit=limit, plot=plot))
+    sys.exit(run_pipeline(server=server, kills=kills, keep=keep, number=number, plot=plot))
 
 
 if __name__ == "__main__":

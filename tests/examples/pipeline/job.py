@@ -1,6 +1,6 @@
 """A Structured Streaming job over one queue: two queries, both exactly once, which may be killed at any time.
 
-    python job.py /path/to/checkpoints [messages per micro-batch]
+    python job.py /path/to/checkpoints
 
 PGHOST, PGDATABASE, PGUSER and so on say where the queues are. Query `changes` sends a message on for each
 good package; query `totals` adds them up in a table, and puts bad ones among its consumer's dead letters.
@@ -8,6 +8,7 @@ good package; query `totals` adds them up in a table, and puts bad ones among it
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -15,13 +16,15 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from pgque.spark import dead, foreach_batch_once
+from pgque.spark.listener import PgqueListener
 
 VERSION = r"^([0-9]+:)?[0-9][A-Za-z0-9.+~-]*$"
 WEB_PAGE = r"^https?://[^/ ]+\.[^/ ]+"
 REQUIRED = {"Package": "package", "Version": "version", "Section": "section", "Maintainer": "maintainer"}
 
 ADD = """
-    insert into pipeline.total as t (section, maintainer, packages, installed_kb) values (%s, %s, %s, %s)
+    insert into pipeline.total as t (section, maintainer, packages, installed_kb)
+    select * from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[])
     on conflict (section, maintainer) do update
     set packages = t.packages + excluded.packages, installed_kb = t.installed_kb + excluded.installed_kb
 """
@@ -29,7 +32,9 @@ ADD = """
 
 def field(name: str) -> Column:
     """Return a field of the stanza in column payload, '' where it has none."""
-    return f.trim(f.regexp_extract("payload", rf"(?md)^{name}:(.*)$", 1))
+    # Java finds a pattern that begins with text in half the time of one that begins with ^.
+    lines = f.concat(f.lit("\n"), "payload")
+    return f.trim(f.regexp_extract(lines, rf"(?d)\n{name}:(.*)", 1))
 
 
 def parse(stanzas: DataFrame) -> DataFrame:
@@ -62,7 +67,8 @@ def parse(stanzas: DataFrame) -> DataFrame:
 @foreach_batch_once("", "totals", table="pipeline.epoch")  # "": PGHOST and so on
 def add_up(conn: Any, batch: DataFrame, epoch: int) -> None:
     """Put the bad rows of a micro-batch among the dead letters, and add the good ones up, once."""
-    rows = parse(batch).persist()
+    # Both uses share one look at the payloads, and of that they need little.
+    rows = parse(batch).select("msg_id", "reason", "section", "maintainer", "kb").persist()
     for outcome in dead(rows.where("reason != ''"), "packages", "totals"):
         if not outcome.ok and outcome.reason != "dead already":
             raise RuntimeError(f"message {outcome.msg_id}: {outcome.reason}")
@@ -70,17 +76,20 @@ def add_up(conn: Any, batch: DataFrame, epoch: int) -> None:
         rows.where("reason = ''").groupBy("section", "maintainer").agg(f.count("*"), f.sum("kb")).collect()
     )
     rows.unpersist()
-    conn.cursor().executemany(ADD, groups)
+    if groups:
+        conn.execute(ADD, [list(column) for column in zip(*groups, strict=True)])
 
 
-def main(checkpoints: str, at_once: str = "5000") -> None:
+def main(checkpoints: str) -> None:
     """Run both queries until one fails."""
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("pgque").setLevel(logging.INFO)  # not that of the root, or py4j logs each of its calls
     spark = SparkSession.builder.appName("packages").getOrCreate()
+    spark.streams.addListener(PgqueListener())
 
     def packages(consumer: str) -> DataFrame:
         source = spark.readStream.format("pgque").option("queue", "packages").option("consumer", consumer)
-        source = source.option("startingAt", "earliest").option("maxEventsPerTrigger", at_once)
-        return source.option("numPartitions", 2).load()
+        return source.option("startingAt", "earliest").option("numPartitions", 2).load()
 
     good = parse(packages("changes")).where("reason = ''")
     message = ["package", "version", "architecture", "section", "maintainer", "size_class", "dependencies"]

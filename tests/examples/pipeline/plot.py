@@ -107,10 +107,9 @@ def save_plot(path: Path, title: str, run: Run) -> None:
         "totals": [(time, max(c.sent - c.added - c.dead, 0)) for time, c in samples],
         "tally": [(time, max(c.changed - c.received, 0)) for time, c in samples],
     }
-    first = next((time for time, sent in curves["sent"] if sent), run.began)
-    loaded = next(time for time, counts in samples if counts.sent == samples[-1][1].sent)
+    first = run.first
     end = max([first + 1, samples[-1][0], *(batch.start + batch.seconds for batch in run.batches)]) + 0.2
-    starts = _starts(run, loaded)
+    starts = _starts(run)
     time = _Time(first - 0.2, end, [(since, until) for since, until, _ in starts])
     fastest = max([batch.rows / batch.seconds for batch in run.batches if batch.seconds], default=1.0)
     panels = [
@@ -161,14 +160,14 @@ def _bars(run: Run, panel: _Panel) -> Iterator[str]:
             )
 
 
-def _starts(run: Run, loaded: float) -> list[tuple[float, float, str]]:
+def _starts(run: Run) -> list[tuple[float, float, str]]:
     """Return when Spark starts, up to the end of its first micro-batch, and the label: first after the load,
     then after each kill."""
     moments = list(run.kills)
-    if run.batches and not any(batch.start <= loaded for batch in run.batches):
-        moments = sorted({loaded, *moments})
+    if run.batches and not any(batch.start <= run.loaded for batch in run.batches):
+        moments = sorted({run.loaded, *moments})
     found = []
-    for since, after in zip(moments, [*moments[1:], math.inf], strict=True):
+    for since, after in zip(moments, [*moments, math.inf][1:], strict=True):
         ends = [batch.start + batch.seconds for batch in run.batches if batch.start > since]
         until = min([*ends, after]) if ends else since + 0.01
         what = ["kill -9"] if since in run.kills else []

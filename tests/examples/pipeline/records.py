@@ -16,35 +16,57 @@ from pgque.demo.files import library_files
 _FEW = 1000  # records from which on an index is worth having
 _EXPECTED = ("Package", "Version", "Section", "Maintainer", "Installed-Size")
 _DAMAGED = 5
+_FIELD = re.compile(r"(?m)^([A-Za-z0-9-]+):(.*)$")
+_NAME = re.compile(r"(?m)^Package:.*$")
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Hold the stanzas, where they are from, and how many were damaged on purpose."""
+    """Hold the real stanzas, how many records they are repeated to, and the damaged ones behind these."""
 
-    stanzas: list[str]
+    real: list[str]
+    number: int
+    damaged: list[str]
     source: str
-    damaged: int
+
+    def __len__(self) -> int:
+        return self.number + len(self.damaged)
+
+    @property
+    def title(self) -> str:
+        """Return how many there are, and what they are."""
+        real = len(self.real)
+        repeated = f": {real:,} real ones, repeated with names such as name#2" if self.number > real else ""
+        damaged = f", {len(self.damaged)} of them damaged on purpose" if self.damaged else ""
+        return f"{len(self):,}{repeated}{damaged}"
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield all records. A repeated package has a name of its own, such as 0ad#2, so that each record can
+        be told from the others where it comes out."""
+        for n in range(self.number):
+            copy, at = divmod(n, len(self.real))
+            stanza = self.real[at]
+            yield stanza if copy == 0 else _NAME.sub(rf"\g<0>#{copy + 1}", stanza, count=1)
+        yield from self.damaged
 
 
-def find_records(limit: int | None = None) -> Records:
-    """Return the records of this machine, the first `limit` of them.
+def find_records(number: int) -> Records:
+    """Return the first `number` records of this machine, which are repeated if there are fewer.
 
-    Where all of them have the fields that a package needs, some copies of real ones lose one.
+    Where all of them have the fields that a package needs, copies of some lose one.
     """
-    stanzas, source = _debian(), "packages known to apt (apt-cache dumpavail)"
-    if not stanzas:
-        stanzas = [*_distributions(), *_library()]
+    real, source = _debian(), "packages known to apt (apt-cache dumpavail)"
+    if not real:
+        real = [*_distributions(), *_library()]
         source = "Python distributions and files of the standard library, since there is no apt index here"
-    stanzas = stanzas[:limit]
-    damaged = [] if any(not all(field(s, name) for name in _EXPECTED) for s in stanzas) else _damage(stanzas)
-    return Records(stanzas + damaged, source, len(damaged))
+    real = real[:number]
+    complete = all(all(fields(stanza).get(name) for name in _EXPECTED) for stanza in real)
+    return Records(real, number, _damage(real) if complete else [], source)
 
 
-def field(stanza: str, name: str) -> str:
-    """Return a field of a stanza, '' where it has none."""
-    found = re.search(rf"(?m)^{name}:(.*)$", stanza)
-    return found[1].strip(" ") if found else ""
+def fields(stanza: str) -> dict[str, str]:
+    """Return the fields of a stanza; of a name that is there twice, the first."""
+    return {name: value.strip(" ") for name, value in reversed(_FIELD.findall(stanza))}
 
 
 def _debian() -> list[str]:

@@ -31,8 +31,8 @@ from ._worker import is_known
 
 log = logging.getLogger("pgque.celery")
 
-# A log has no consumers, so rotation alone decides how long its messages stay.
-_LOG_CONFIG = {"rotation_period": "10 minutes"}
+# A log has no consumers, so rotation alone decides how long its messages stay, and health() need not warn.
+_LOG_CONFIG = {"rotation_period": "10 minutes", "health_pending_warn": "0"}
 
 # Of a queue that stays; those for remote control expire with their process.
 _REFUSED = {

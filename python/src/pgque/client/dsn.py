@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-
-import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from collections.abc import Mapping
 
 from ..errors import PgqueBadArgumentError
 
@@ -24,19 +22,29 @@ def given_or_default(dsn: str) -> str:
     return dsn or os.environ.get("PGQUE_DSN", "")
 
 
+def keepalives(given: Mapping[str, object]) -> dict[str, str]:
+    """Return the parameters that notice a dead network, without those that are given."""
+    return {
+        key: value
+        for key, value in _KEEPALIVES.items()
+        if key not in given and not (key == "connect_timeout" and "PGCONNECT_TIMEOUT" in os.environ)
+    }
+
+
 def with_keepalives(dsn: str, application_name: str | None = None) -> str:
     """Return a connection string that notices a dead network, and may have a name; what `dsn` says stays.
 
     Raises PgqueBadArgumentError when it is not a connection string.
     """
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
     dsn = given_or_default(dsn)
     try:
         given = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:
         raise PgqueBadArgumentError(f"not a connection string: {error}") from error
-    added = {key: value for key, value in _KEEPALIVES.items() if key not in given}
-    if "PGCONNECT_TIMEOUT" in os.environ:
-        added.pop("connect_timeout", None)
+    added = keepalives(given)
     if application_name is not None:
         added["fallback_application_name"] = application_name[:63]
     return make_conninfo(dsn, **added)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ..errors import PgqueBadArgumentError
+from ..errors import PgqueBadArgumentError, PgqueError
 from ._once import foreach_batch_once, stream_id
 
 if TYPE_CHECKING:
@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 
     from ..types import Outcome
 
-__all__ = ["dead", "foreach_batch", "foreach_batch_once", "register", "write_jdbc"]
+__all__ = ["dead", "foreach_batch", "foreach_batch_once", "queues", "register", "write_jdbc"]
 
 _CHUNK = 1000
+_QUEUES = (
+    "queue string, read boolean, write boolean, admin boolean, paused boolean, tick_id bigint,"
+    " pending bigint, lag double,"
+    " consumers array<struct<consumer: string, tick_id: bigint, pending: bigint, lag: double>>"
+)
 
 
 def register(spark: SparkSession) -> None:
@@ -140,6 +145,48 @@ def dead(
     return found
 
 
+def queues(spark: SparkSession, **connection: str) -> DataFrame:
+    """Return the queues that the role has a right to, as a frame. Calls `pgque.my_rights`,
+    `pgque.get_queue_info` and `pgque.get_consumer_info` in the driver, once.
+
+    Columns: queue; read, write and admin (rights of the role); paused; tick_id (the newest); pending
+    (messages that the slowest consumer has ahead of it), lag (age of the oldest of them in seconds);
+    consumers, an array of consumer, tick_id (where it stands), pending and lag. A figure is null if nobody
+    has subscribed, if another session has a table of the queue locked, or if the role may only send.
+    `connection` is url, host, port, dbname, user, password and so on, as for `format("pgque")`.
+    """
+    from . import _connect
+    from .options import connection_options
+
+    given = connection_options(connection)
+    with _connect.errors(), _connect.connect(given, "pgque-spark/queues", autocommit=True) as conn:
+        rights = conn.execute(
+            "select r.queue_name, r.consume, r.produce, r.admin, r.see from pgque.my_rights() as r"
+        ).fetchall()
+        infos: dict[str, tuple[bool, int | None]] = {}
+        consumers: dict[str, list[tuple[str, int | None, int | None, float | None]]] = {}
+        if any(right[-1] for right in rights):
+            for name, *info in conn.execute(
+                "select i.queue_name, i.queue_paused, i.last_tick_id from pgque.get_queue_info() as i"
+            ):
+                infos[name] = (info[0], info[1])
+            for name, *one in conn.execute(
+                "select i.queue_name, i.consumer_name, i.last_tick, i.pending_events,"
+                " extract(epoch from i.lag)::float8 from pgque.get_consumer_info() as i"
+            ):
+                consumers.setdefault(name, []).append((one[0], one[1], one[2], one[3]))
+    rows = []
+    for name, *may, _ in rights:
+        if name is None:  # the rights to all queues
+            continue
+        paused, tick = infos.get(name, (None, None))
+        theirs = consumers.get(name, [])
+        pending = max((one[2] for one in theirs if one[2] is not None), default=None)
+        lag = max((one[3] for one in theirs if one[3] is not None), default=None)
+        rows.append((name, *may, paused, tick, pending, lag, theirs))
+    return spark.createDataFrame(rows, _QUEUES)
+
+
 def _rows(df: DataFrame, queue: str | None, replace_by_key: bool) -> tuple[DataFrame, str]:
     """Return the frame with the columns of the views, and the view that takes them."""
     from pyspark.sql import functions as f
@@ -193,4 +240,17 @@ def _jdbc(
     )
     if num_partitions is not None:
         writer = writer.option("numPartitions", num_partitions)
-    writer.mode("append").save()
+    no_driver = False
+    try:
+        writer.mode("append").save()
+    except Exception as error:
+        # Of py4j or of Spark Connect
+        no_driver = "ClassNotFoundException" in str(error) and "org.postgresql.Driver" in str(error)
+        if not no_driver:
+            raise
+    if no_driver:
+        raise PgqueError(
+            "Spark has no JDBC driver for PostgreSQL. Start the session (with Spark Connect, the server) with"
+            " spark.jars.packages=org.postgresql:postgresql:42.7.7; or with a file, such as that of Debian's"
+            " libpostgresql-jdbc-java: spark.jars=/usr/share/java/postgresql.jar"
+        )

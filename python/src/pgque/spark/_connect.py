@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from ..errors import PgqueBadArgumentError, PgqueConnectionError, PgqueError, from_fields, from_psycopg
+from ._needs import packages
 
 if TYPE_CHECKING:
     import adbc_driver_manager as adbc
@@ -37,15 +38,18 @@ _ENVIRONMENT = {
 }
 
 
+@packages()
 def parameters(connection: Mapping[str, str]) -> dict[str, str]:
     """Return connection options as libpq's parameters; what stands beside the url goes before it.
 
     Raises PgqueBadArgumentError, whose message never holds the url.
     """
+    url = connection.get("url", "")
+    if not url:
+        return {name: value for name, value in connection.items() if name != "url"}
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
-    url = connection.get("url", "")
     if url.lower().startswith("jdbc:"):
         found = _from_jdbc(url)
     else:
@@ -168,15 +172,32 @@ def session_name(queue: str | None, consumer: str | None) -> str:
 
 def dsn(connection: Mapping[str, str], name: str) -> str:
     """Return libpq's connection string of a session that appears under `name` in pg_stat_activity."""
-    from psycopg.conninfo import make_conninfo
+    from ..client.dsn import given_or_default, keepalives
 
-    from ..client.dsn import with_keepalives
+    given = parameters(connection or {"url": given_or_default("")})
+    fixed = {"application_name": name[:63], "client_encoding": "utf8"}
+    found = {**keepalives(given), **given, **fixed}
+    quoted = {name: _escaped(value, "\\'") for name, value in found.items()}
+    return " ".join(f"{name}='{value}'" for name, value in quoted.items())
 
-    with errors():
-        given = make_conninfo("", **parameters(connection))
-        return make_conninfo(with_keepalives(given, name), application_name=name[:63], client_encoding="utf8")
+
+def _escaped(value: str, quote: str) -> str:
+    return value.replace("\\", "\\\\").replace("'", quote)
 
 
+def literal(value: str | int | Sequence[str] | None) -> str:
+    """Return a value as SQL, whatever the server's standard_conforming_strings."""
+    if value is None:
+        return "null"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        escaped = _escaped(value, "''")
+        return f" E'{escaped}'"
+    return f"array[{', '.join(map(literal, value))}]::text[]"
+
+
+@packages()
 def connect(connection: Mapping[str, str], name: str, *, autocommit: bool = False) -> Connection:
     """Open a connection that appears under `name` in pg_stat_activity."""
     import psycopg
@@ -188,7 +209,8 @@ def connect(connection: Mapping[str, str], name: str, *, autocommit: bool = Fals
 @contextmanager
 def errors(queue: str | None = None) -> Iterator[None]:
     """Turn psycopg's errors into ours, without the connection string, the rows and the cause."""
-    import psycopg
+    with packages():
+        import psycopg
 
     try:
         yield
@@ -232,6 +254,8 @@ def _with_cure(known: PgqueError, constraint: str | None, queue: str | None) -> 
     elif constraint == "sink_stage_all_headers" or (known.sqlstate == "22P02" and "json" in text):
         text = "column headers has a row that is no JSON object"
         hint = "Give a map<string,string>, or a string such as to_json(struct(…))."
+    elif text.startswith("cannot start at "):
+        text = f"option startingAt or endingAt: {text}"
     if hint and hint not in text:
         text = f"{text}. {hint}"
     new = type(known)(text, sqlstate=known.sqlstate, hint=hint, queue=queue)

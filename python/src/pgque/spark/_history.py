@@ -16,10 +16,8 @@ from ..errors import PgqueBadArgumentError
 from . import _window
 from ._compat import ReadLimit
 from ._offset import Places
+from .options import BY_KEY
 from .source import PgqueStreamReader, refuse_loss
-
-# Messages of a micro-batch without maxEventsPerTrigger: the server sorts those of a task.
-_PIECE = 1_000_000
 
 
 class PgqueHistoryReader(PgqueStreamReader):
@@ -45,20 +43,23 @@ class PgqueHistoryReader(PgqueStreamReader):
         """Return the end of the next piece of the archive; behind it, that of the next micro-batch."""
         at = self._here(start or self._at or self.initialOffset())
         self._reached = self._places(at)
-        upto = self._next(at, self._options.maxEventsPerTrigger or _PIECE) if "archive" in at else None
+        upto = self._next(at, self._limits(limit)[0]) if "archive" in at else None
         if upto is None:
-            found = super().latestOffset(_without(at), limit)
+            found = self._next_offset(_without(at), limit)
         else:
             driver = self._connected()
             self._reached = driver.known(self._reached)
             found = {**self._offset(self._reached), "archive": {**at["archive"], "after": upto}}
             # The queue goes on meanwhile.
             driver.forget_report()
+            self._pace.planned(behind=True)
+        self._finish(start)
         self._at = found
         return found
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Split a piece of the archive by the ids of its messages, or what lies between two ticks."""
+        self._begin(start, end)
         if "archive" not in end:
             self._at = end
             return super().partitions(_without(start), end)
@@ -73,7 +74,9 @@ class PgqueHistoryReader(PgqueStreamReader):
         first = self._next(begin, 1)
         if first is None or first > upto:
             return []
-        count = min(self._options.numPartitions, upto - first + 1)
+        # The archive is not split by key.
+        parts = 1 if self._options.splitBy == BY_KEY else self._options.numPartitions
+        count = min(parts, upto - first + 1)
         bounds = [first - 1 + (upto - first + 1) * part // count for part in range(count + 1)]
         bounds[0] = after
         ((queue, place),) = self._reached.items()
@@ -101,8 +104,8 @@ class PgqueHistoryReader(PgqueStreamReader):
         refuse_loss(self._options, queue, text)
         return self.initialOffset()
 
-    def _next(self, offset: Mapping[str, Any], count: int) -> int | None:
-        """Return the end of the next `count` messages of the archive; None if there are none."""
+    def _next(self, offset: Mapping[str, Any], count: int | None) -> int | None:
+        """Return the end of the next `count` messages of the archive, or of all; None if there are none."""
         parsed = self._options
         ((queue, place),) = self._places(offset).items()
         of, after = offset["archive"]["of"], offset["archive"]["after"]

@@ -5,15 +5,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import PgqueBadArgumentError
+from .options import READ_COLUMNS
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql.types import DataType, StructType
 
 _CONTENTS = (
     "payload (string or binary), type, headers (map<string,string> or string), key, partition_key, delay"
     " and ttl (seconds, or a string such as '1 hour'), deliver_at (timestamp), queue"
 )
+_WRITTEN = frozenset(
+    {"payload", "type", "headers", "key", "partition_key", "delay", "ttl", "deliver_at", "queue"}
+)
+# A queue gives these itself. Spark's `insert into` fills them with nulls.
+_ONLY_READ = frozenset(READ_COLUMNS) - _WRITTEN
 NULL_QUEUE = "column queue has a null. Fill it, or say option queue for the rows that have none"
+
+
+def only_read(schema: StructType) -> list[str]:
+    """Return the columns that only reading has, as the frame names them."""
+    return [column.name for column in schema.fields if column.name.lower() in _ONLY_READ]
+
+
+def check_only_read(rows: pa.RecordBatch, names: list[str]) -> None:
+    """Refuse a value in a column that only reading has. Raises PgqueBadArgumentError that names it."""
+    for name in names:
+        if rows.column(name).null_count < rows.num_rows:
+            raise PgqueBadArgumentError(
+                f"column {name} has a value, which the queue gives itself: leave the column out, for example"
+                f" drop('{name}') or `insert into v (type, payload) select …`; or make it null"
+            )
 
 
 def check_schema(schema: StructType, queue: str | None, replace_by_key: bool) -> dict[str, str]:
@@ -40,7 +62,10 @@ def check_schema(schema: StructType, queue: str | None, replace_by_key: bool) ->
             "column payload is missing. Make one, for example selectExpr('to_json(struct(*)) as payload')"
         )
     if "queue" not in found and queue is None:
-        raise PgqueBadArgumentError("say which queue: option queue, or a column queue")
+        raise PgqueBadArgumentError(
+            "say which queue: option queue, or a column queue. Spark passes no options from insertInto(): use"
+            " df.writeTo('t').options(…).append(), or `insert into t with (queue = '…', …) …`"
+        )
     return found
 
 

@@ -8,6 +8,7 @@ lock there.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PgqueBadArgumentError, PgqueError
 from . import _connect
 from ._offset import Place, Places, dump, load
-from .source import PgqueStreamReader, Ticks, _Driver, _session
+from .source import Limits, PgqueStreamReader, Ticks, _Driver, _session
 
 if TYPE_CHECKING:
     from ._window import Window
@@ -137,20 +138,39 @@ class _Drivers(_Driver):
                 found |= _keyed(server, self._listed[server].report(places))
         return found
 
-    def next_ticks(self, after: Places, limited: bool, upto: Ticks, others: int = 0) -> Places:
-        """Return the ends of the next micro-batch. All queues that have something new share the limit."""
+    def new(self, after: Places, upto: Ticks) -> list[str]:
+        """Return the keys of what is new behind `after`."""
         ends = _by_server(upto)
-        new: dict[str, int] = {}
+        found: list[str] = []
         for server, places in _by_server(after).items():
             with _connect.of(server):
-                new[server] = len(self._listed[server].new(places, ends.get(server, {})))
-        found: Places = {}
+                new = self._listed[server].new(places, ends.get(server, {}))
+            found += [_key(server, queue) for queue in new]
+        return found
+
+    def count(self, after: Places) -> int:
+        """Return the number of messages behind `after` on all servers, at most."""
+        total = 0
         for server, places in _by_server(after).items():
-            rest = others + sum(new.values()) - new[server]
+            with _connect.of(server):
+                total += self._listed[server].count(places)
+        return total
+
+    def next_ticks(self, after: Places, limits: Limits, upto: Ticks, others: int = 0) -> tuple[Places, bool]:
+        """Return the ends of the next micro-batch, and whether it leaves messages unread. All queues that
+        have something new share the limit."""
+        ends = _by_server(upto)
+        new = Counter(key.split(" ", 1)[0] for key in self.new(after, upto))
+        found: Places = {}
+        behind = False
+        for server, places in _by_server(after).items():
+            rest = others + new.total() - new[server]
             with _connect.of(server):
                 driver = self._listed[server]
-                found |= _keyed(server, driver.next_ticks(places, limited, ends.get(server, {}), rest))
-        return found
+                reached, left = driver.next_ticks(places, limits, ends.get(server, {}), rest)
+            found |= _keyed(server, reached)
+            behind |= left
+        return found, behind
 
     def windows(self, begins: Places, ends: Places) -> list[Window]:
         """Return what lies between two offsets, on each server."""

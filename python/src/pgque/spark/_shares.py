@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PgqueError
-from . import _connect
-from ._window import database
+from . import _connect, _kept
 from .options import ROUND_ROBIN, Options
 
 if TYPE_CHECKING:
@@ -95,6 +94,7 @@ class _Open:
         self._named = (sink_id, epoch)
         self._conn: _connect.Connection | None = None
         self._copy: AdbcConnection | None = None
+        self._copying = ExitStack()
         self._table = ""
         self._staged = 0
 
@@ -133,11 +133,11 @@ class _Open:
         self.rows += count
 
     def _begin(self) -> AdbcConnection:
-        import adbc_driver_manager as adbc
         import pyarrow as pa
 
-        dsn = _connect.dsn(self._parsed.connection, name(self._parsed))
-        self._copy = adbc.AdbcConnection(database(dsn), **{"adbc.connection.autocommit": "false"})
+        self._copy = self._copying.enter_context(
+            _kept.transaction(self._parsed.connection, name(self._parsed))
+        )
         sink_id, epoch = self._named
         named = {"sink_id": pa.array([sink_id], pa.string()), "epoch": pa.array([epoch], pa.int64())}
         row = self._do(
@@ -191,14 +191,12 @@ class _Open:
     def finish(self) -> Share:
         """End the copy and its transaction; return what was written."""
         with self._errors():
-            if self._copy is not None:
-                self._copy.commit()
+            self._copying.close()
         return Share(self.server, self.attempt, self.rows)
 
     def close(self, *error: Any) -> None:
         """Take back what is not finished, and close the connections."""
-        if self._copy is not None:
-            self._copy.close()
+        self._copying.__exit__(*error)
         if self._conn is not None:
             self._conn.close()
 

@@ -1,7 +1,8 @@
 """Read the messages between two ticks as Arrow record batches.
 
-ADBC makes the batches in C of what the server copies: no Python object for each value, and only the columns
-that were asked for. What psycopg does for the driver's own calls, `_connect` has.
+ADBC makes the batches in C of what it fetches from a cursor: no Python object for each value, and only the
+columns that were asked for. The server sends the rows while it finds them: those of a function in FROM it
+would store first. What psycopg does for the driver's own calls, `_connect` has.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import InputPartition
 
 from ..errors import PgqueBadArgumentError, PgqueError, PgqueTickNotFoundError
-from . import _connect, _typed
+from . import _connect, _kept, _typed
+from ._needs import packages
 from ._offset import Place
-from .options import DEAD, READ_COLUMNS, Options
+from .options import BY_KEY, DEAD, READ_COLUMNS, Options
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from adbc_driver_manager import AdbcConnection, AdbcDatabase
+    from adbc_driver_manager import AdbcStatement
     from pyspark.sql.types import StructField, StructType
 
 log = logging.getLogger("pgque.spark")
@@ -29,27 +30,32 @@ log = logging.getLogger("pgque.spark")
 _TEXT = "string"
 _BINARY = "binary"
 _MAP = "map<string,string>"
-# Name, Spark's type, and the expression over a row of read_window(). A payload and headers have more below.
+# Name, Spark's type, and the column of read_window_cursor(). A payload and headers have more below.
 _COLUMNS = {
     "server": (_TEXT, ""),
     "queue": (_TEXT, ""),
-    "msg_id": ("bigint", "w.ev_id"),
-    "type": (_TEXT, "w.ev_type"),
-    "payload": (_TEXT, "w.ev_data"),
-    "key": (_TEXT, "coalesce(w.ev_key, w.ev_extra1)"),
-    "created_at": ("timestamp", "w.ev_time"),
-    "retry_count": ("int", "w.ev_retry"),
+    "tick_id": ("bigint", ""),
+    "msg_id": ("bigint", "ev_id"),
+    "type": (_TEXT, "ev_type"),
+    "payload": (_TEXT, "ev_data"),
+    "key": (_TEXT, "key"),
+    "created_at": ("timestamp", "ev_time"),
+    "retry_count": ("int", "ev_retry"),
     "headers": (_MAP, ""),
 }
-_PAYLOAD_BYTES = "coalesce(w.ev_bytes, convert_to(w.ev_data, 'UTF8'))"
 # What is not a string stays JSON. ADBC has lists, and no maps: their keys and their values, in one order.
-_HEADERS = (
-    "case when w.ev_headers is not null then array(select h.{} from jsonb_each_text(w.ev_headers) as h) end"
-)
-# The query runs as long as Spark takes rows from it, so it has no time limit of its own.
-_SETTINGS = (
-    "select set_config('transaction_read_only', 'on', true), set_config('statement_timeout', '0', true)"
-)
+_HEADERS = ("header_names", "header_values")
+_CURSOR = "pgque"
+# Of one FETCH, about, once it is known how long messages are
+_FETCH_BYTES = 16 * 1024 * 1024
+# The cursor is open as long as Spark takes rows from it, so neither a FETCH nor the time between two of them
+# has a limit. work_mem is that of a sort.
+_SETTINGS = {
+    "transaction_read_only": "on",
+    "statement_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+    "work_mem": "64MB",
+}
 
 
 def label(parsed: Options) -> str:
@@ -64,6 +70,7 @@ def names(parsed: Options) -> tuple[str, ...]:
     wanted = {
         "server": parsed.servers is not None,
         "queue": parsed.queues is not None,
+        "tick_id": False,
         "payload": parsed.payloadSchema is None,
         "headers": parsed.includeHeaders,
     }
@@ -72,12 +79,13 @@ def names(parsed: Options) -> tuple[str, ...]:
 
 def ddl(parsed: Options) -> str:
     """Return the columns that are read, in Spark's notation."""
-    found = [f"{name} {_type(parsed, name)}" for name in names(parsed)]
-    if parsed.payloadSchema is not None:
-        found.append(parsed.payloadSchema)
-        if parsed.badRecords != DEAD:
-            found.append(f"{_typed.CORRUPT} {_TEXT}")
-    return ", ".join(found)
+    found = ", ".join(f"{name} {_type(parsed, name)}" for name in names(parsed))
+    if parsed.payloadSchema is None:
+        return found
+    corrupt = "" if parsed.badRecords == DEAD else f", {_typed.CORRUPT} {_TEXT}"
+    # Spark parses this. Its error points at a line, so the option has lines of its own with its name above;
+    # of columns without struct<>, it would point at the first one whatever is wrong.
+    return f"struct<{found},\n-- option payloadSchema:\n{parsed.payloadSchema}\n{corrupt}>"
 
 
 def _type(parsed: Options, name: str) -> str:
@@ -162,8 +170,8 @@ def _check_payload_column(column: StructField) -> None:
 
 
 class Window(InputPartition):
-    """Name the messages of a queue between two ticks whose id leaves the rest `part`, or of them those with
-    ids above `after`, up to `upto`."""
+    """Name the messages of a queue between two ticks, or of them those with ids above `after`, up to `upto`,
+    or with a key that is in part number `part`."""
 
     def __init__(
         self,
@@ -193,22 +201,50 @@ class Window(InputPartition):
         queue, from_tick, to_tick, parts, part, _, *rest = self.value
         return Window(queue, from_tick, to_tick, parts, part, server, *rest)
 
-    def rows(self, parsed: Options) -> str:
-        """Return the call that reads the messages."""
+    @property
+    def tick_id(self) -> int | None:
+        """The tick that made the messages visible, if there is no other between both."""
+        return self.to_tick
+
+    def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:
+        """Return the window cut at each tick: so the tick of a message costs only who asks for it."""
+        queue, incarnation = _connect.literal(self.queue), f"{_connect.literal(self.incarnation)}::uuid"
+        ticks = _result(
+            statement,
+            f"""
+            with recursive t (before, tick_id) as (
+              select null::bigint, {self.from_tick}::bigint
+              union all
+              select t.tick_id, pgque.next_tick({queue}, t.tick_id, null, 1, {self.to_tick}, {incarnation})
+              from t
+              where t.tick_id < {self.to_tick}
+            )
+            select t.before, t.tick_id from t where t.before is not null
+            """,
+        )
+        _, _, _, *rest = self.value
+        for rows in list(ticks):
+            for row in rows.to_pylist():
+                yield Window(self.queue, row["before"], row["tick_id"], *rest)
+
+    def opening(self, parsed: Options, columns: list[str]) -> str:
+        """Return the call that opens the cursor over these columns of the messages."""
         return _call(
-            "read_window",
-            *(
-                self.queue,
-                self.from_tick,
-                self.to_tick,
-                parsed.consumer,
-                _types(parsed),
-                self.parts,
-                self.part,
-                self.incarnation,
-                self.after,
-                self.upto,
-            ),
+            "read_window_cursor",
+            _CURSOR,
+            self.queue,
+            self.from_tick,
+            self.to_tick,
+            parsed.consumer,
+            _types(parsed),
+            self.parts,
+            self.part,
+            self.incarnation,
+            self.after,
+            self.upto,
+            columns,
+            parsed.is_ordered,
+            parsed.splitBy == BY_KEY,
         )
 
 
@@ -219,12 +255,28 @@ class Archived(Window):
         super().__init__(queue, place.tick, place.tick, 1, 0, None, place.incarnation, after, upto)
         self.value = (queue, place, after, upto)
 
-    def rows(self, parsed: Options) -> str:
-        """Return the call that reads the messages."""
+    @property
+    def tick_id(self) -> None:
+        """What is archived has no tick any more."""
+        return
+
+    def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:
+        """Return the window: it is between no ticks."""
+        yield self
+
+    def opening(self, parsed: Options, columns: list[str]) -> str:
+        """Return the call that opens the cursor over these columns of the messages, ordered by id."""
         return _call(
-            "archive_read",
-            *(self.queue, parsed.consumer, self.from_tick, self.after, self.upto, _types(parsed)),
+            "archive_read_cursor",
+            _CURSOR,
+            self.queue,
+            parsed.consumer,
+            self.from_tick,
+            self.after,
+            self.upto,
+            _types(parsed),
             self.incarnation,
+            columns,
         )
 
 
@@ -233,9 +285,7 @@ def _types(parsed: Options) -> list[str] | None:
 
 
 def _call(name: str, *arguments: Any) -> str:
-    from psycopg import sql
-
-    listed = ", ".join(sql.Literal(argument).as_string(None) for argument in arguments)
+    listed = ", ".join(_connect.literal(argument) for argument in arguments)
     return f"pgque.{name}({listed})"
 
 
@@ -248,7 +298,7 @@ class Task(InputPartition):
 
 
 def read(parsed: Options, wanted: Layout, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-    """Read the windows of a task in their order, each in the order of the messages' ids."""
+    """Read the windows of a task in their order."""
     # Spark gives a partition without a window where a batch read has none.
     for window in partition.windows if isinstance(partition, Task) else ():
         try:
@@ -262,30 +312,60 @@ def read(parsed: Options, wanted: Layout, partition: InputPartition) -> Iterator
 
 
 def _read(parsed: Options, wanted: Layout, window: Window) -> Iterator[pa.RecordBatch]:
-    import adbc_driver_manager as adbc
-    from adbc_driver_manager._reader import AdbcRecordBatchReader
+    with packages():
+        import adbc_driver_manager as adbc
+        import adbc_driver_postgresql  # noqa: F401
 
-    make = _BatchMaker(parsed, wanted, window)
+    name = _connect.session_name(window.queue, parsed.consumer)
     failed: PgqueError
     try:
-        with _connection(parsed, window.queue) as conn, adbc.AdbcStatement(conn) as statement:
-            for query in (_SETTINGS, _query(parsed, wanted, window)):
-                statement.set_sql_query(query)
-                stream, _ = statement.execute_query()
-                # Its errors are ADBC's, with SQLSTATE, where those of pyarrow's own reader are only text.
-                batches = AdbcRecordBatchReader._import_from_c(stream.address)
-                if query is _SETTINGS:
-                    batches.read_all()
-            for found in batches:
-                made, bad = make(found)
-                if bad:
-                    _stage(parsed, window, bad)
-                for start in range(0, made.num_rows, parsed.fetchSize):
-                    yield made.slice(start, parsed.fetchSize)
+        with (
+            _kept.transaction(parsed.connection, name, _SETTINGS) as conn,
+            adbc.AdbcStatement(conn) as statement,
+        ):
+            # FETCH is no query that COPY takes.
+            statement.set_options(**{"adbc.postgresql.use_copy": "false"})
+            pieces = window.by_tick(statement) if "tick_id" in wanted.message else [window]
+            for piece in pieces:
+                make = _BatchMaker(parsed, wanted, piece)
+                for found in _fetched(statement, parsed, piece.opening(parsed, _fields(parsed, wanted))):
+                    made, bad = make(found)
+                    if bad:
+                        _stage(parsed, window, bad)
+                    if made.num_rows:
+                        yield made
             return
     except adbc.Error as error:
         failed = _connect.explained_arrow(error, window.queue)
     raise failed
+
+
+def _fetched(statement: AdbcStatement, parsed: Options, opening: str) -> Iterator[pa.RecordBatch]:
+    """Open a cursor and return its rows, as many at once as the option or the server says; fewer where
+    messages are large."""
+    (opened,) = _result(statement, f"select {opening} as rows")
+    most = size = parsed.fetchSize or opened["rows"][0].as_py()
+    while True:
+        count = taken = 0
+        for found in _result(statement, f"fetch {size} from {_CURSOR}"):
+            count += found.num_rows
+            taken += found.nbytes
+            yield found
+        if count < size:
+            break
+        if parsed.fetchSize is None:
+            size = max(min(most, _FETCH_BYTES * count // max(taken, 1)), 1)
+    for _ in _result(statement, f"close {_CURSOR}"):
+        pass
+
+
+def _result(statement: AdbcStatement, query: str) -> Iterator[pa.RecordBatch]:
+    from adbc_driver_manager._reader import AdbcRecordBatchReader
+
+    statement.set_sql_query(query)
+    stream, _ = statement.execute_query()
+    # Its errors are ADBC's, with SQLSTATE, where those of pyarrow's own reader are only text.
+    return iter(AdbcRecordBatchReader._import_from_c(stream.address))
 
 
 def _stage(parsed: Options, window: Window, bad: dict[int, str]) -> None:
@@ -308,43 +388,28 @@ def _stage(parsed: Options, window: Window, bad: dict[int, str]) -> None:
         )
 
 
-def _connection(parsed: Options, queue: str) -> AdbcConnection:
-    import adbc_driver_manager as adbc
-
-    dsn = _connect.dsn(parsed.connection, _connect.session_name(queue, parsed.consumer))
-    return adbc.AdbcConnection(database(dsn), **{"adbc.connection.autocommit": "false"})
-
-
-@lru_cache(maxsize=64)
-def database(dsn: str) -> AdbcDatabase:
-    """Return where ADBC connects to. It reads all types and columns of the database for that, and keeps no
-    connection: once for each of Spark's worker processes is enough."""
-    import adbc_driver_postgresql
-
-    return adbc_driver_postgresql.connect(dsn)
-
-
-def _query(parsed: Options, wanted: Layout, window: Window) -> str:
-    fields = []
+def _fields(parsed: Options, wanted: Layout) -> list[str]:
+    """Return the columns that are fetched, in the order in which _BatchMaker takes them."""
+    fields: list[str] = []
     for name in wanted.message:
         if name == "headers":
-            fields += [f"{_HEADERS.format(part)} as {part}" for part in ("key", "value")]
+            fields += _HEADERS
         elif name == "payload" and parsed.payloadFormat == "binary":
-            fields.append(f"{_PAYLOAD_BYTES} as payload")
-        elif name not in {"server", "queue"}:
-            fields.append(f"{_COLUMNS[name][1]} as {name}")
+            fields.append("payload")
+        elif name not in {"server", "queue", "tick_id"}:
+            fields.append(_COLUMNS[name][1])
     if wanted.payload:
-        fields += ["w.ev_data as text", "w.ev_bytes as bytes"]
+        fields += ["ev_data", "ev_bytes"]
         if parsed.badRecords == DEAD:
-            fields.append("w.ev_id as id")
-    return f"select {', '.join(fields or ['1 as one'])} from {window.rows(parsed)} as w"
+            fields.append("ev_id")
+    return fields or ["ev_id"]
 
 
 class _BatchMaker:
     """Make the record batches that Spark expects of those that ADBC makes."""
 
     def __init__(self, parsed: Options, wanted: Layout, window: Window) -> None:
-        self._same = {"server": window.server, "queue": window.queue}
+        self._same = {"server": window.server, "queue": window.queue, "tick_id": window.tick_id}
         self._wanted = wanted
         self._schema = _arrow_schema(wanted.schema)
         self._leaves_bad_out = parsed.badRecords == DEAD

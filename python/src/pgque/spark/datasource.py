@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSource
 
-from . import _window, options
+from . import _connect, _window, options
 from ._history import PgqueHistoryReader
+from ._needs import check_packages, packages
 from ._servers import PgqueServersReader
 from .sink import PgqueStreamWriter, PgqueWriter
 from .source import PgqueReader, PgqueStreamReader
@@ -16,14 +19,16 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 
-def _check_installed() -> None:
-    """Raise ImportError that says what to install, if psycopg or its library is missing."""
-    try:
+def _parsed(given: Mapping[str, str], mode: str) -> options.Options:
+    """Return the options, with libpq's parameters in place of a url, for which tasks would need psycopg.
+
+    Raises ImportError that says what to install, if a package of pgque[spark] is missing.
+    """
+    with packages():
         import psycopg  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"the data source pgque needs: pip install './python[spark]' ({type(error).__name__}: {error})"
-        ) from None
+    check_packages("pyarrow", "adbc_driver_postgresql")
+    parsed = options.parse(given, mode)
+    return replace(parsed, connection=_connect.parameters(parsed.connection))
 
 
 class PgqueDataSource(DataSource):
@@ -44,13 +49,11 @@ class PgqueDataSource(DataSource):
 
     def reader(self, schema: StructType) -> PgqueReader:
         """Return a reader of a batch."""
-        _check_installed()
-        return PgqueReader(options.parse(self.options, options.BATCH_READ), schema)
+        return PgqueReader(_parsed(self.options, options.BATCH_READ), schema)
 
     def streamReader(self, schema: StructType) -> PgqueStreamReader:
         """Return a reader of a stream."""
-        _check_installed()
-        parsed = options.parse(self.options, options.STREAM_READ)
+        parsed = _parsed(self.options, options.STREAM_READ)
         if parsed.servers is not None:
             return PgqueServersReader(parsed, schema)
         if parsed.startingAt == options.ARCHIVE:
@@ -59,10 +62,8 @@ class PgqueDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> PgqueWriter:
         """Return a writer of a batch."""
-        _check_installed()
-        return PgqueWriter(options.parse(self.options, options.BATCH_WRITE), schema, overwrite)
+        return PgqueWriter(_parsed(self.options, options.BATCH_WRITE), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> PgqueStreamWriter:
         """Return a writer of a stream's micro-batches."""
-        _check_installed()
-        return PgqueStreamWriter(options.parse(self.options, options.STREAM_WRITE), schema, overwrite)
+        return PgqueStreamWriter(_parsed(self.options, options.STREAM_WRITE), schema, overwrite)

@@ -6,6 +6,7 @@ python -m pgque.spark.options     print the table in Markdown
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,15 +28,22 @@ WAIT = "wait"
 
 # Of startingAt
 ARCHIVE = "archive"
+# Of maxEventsPerTrigger: a bigint that no queue reaches
+ALL = 2**62
 
 KEEP = "keep"
 DEAD = "dead"
+BY_TICK = "tick"
 BY_KEY = "key"
 ROUND_ROBIN = "round-robin"
 
 # What can be read, in this order
-READ_COLUMNS = ("server", "queue", "msg_id", "type", "payload", "key", "created_at", "retry_count", "headers")
+READ_COLUMNS = (
+    "server", "queue", "tick_id", "msg_id", "type", "payload", "key", "created_at", "retry_count", "headers"
+)  # fmt: skip
 
+# PostgreSQL's words for times
+_TIMES = ("now", "today", "yesterday", "tomorrow", "epoch", "infinity", "-infinity")
 # Spark's own, which it passes along.
 _SPARKS_OWN = frozenset({"checkpointlocation", "queryname"})
 
@@ -57,9 +65,9 @@ class Option:
 # the reader or writer of the table.
 _IN_CATALOG = (
     "option queue is missing. Spark does not pass the options of a table in its catalog on: give a table with"
-    " columns its options at each read, `select … from t with (queue = '…', …)` or"
-    " spark.read.options(…).table('t'); or read with `create temporary view … using pgque options (…)`. Write"
-    " with df.write"
+    " columns its options at each use, `select … from t with (queue = '…', …)`, `insert into t with (…) …`,"
+    " spark.read.options(…).table('t'), df.writeTo('t').options(…).append(); or use `create temporary view …"
+    " using pgque options (…)`"
 )
 
 
@@ -69,26 +77,46 @@ def _text(value: str) -> str:
     return value
 
 
+def _whole(value: str, least: int, most: int) -> int:
+    if not (value.isdecimal() and len(value) < 20 and least <= int(value) <= most):
+        raise ValueError(f"a whole number from {least} to {most}")
+    return int(value)
+
+
 def _count(value: str) -> int:
+    return _whole(value, 1, 2**31 - 1)
+
+
+def _count_or_all(value: str) -> int:
     try:
-        number = int(value)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise ValueError("a whole number of at least 1")
-    return number
+        return ALL if value.lower() == "all" else min(_whole(value, 1, 2**63 - 1), ALL)
+    except ValueError as wanted:
+        raise ValueError(f"{wanted}, or all") from None
+
+
+def _duration(value: str) -> float:
+    found = re.fullmatch(r"(\d{1,9}) *(ms|s|m|h)", value.strip().lower())
+    if found is None:
+        raise ValueError("a number of ms, s, m or h, such as 90s or 15m")
+    return int(found[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _half_a_day(value: str) -> int:
-    if not value.isdecimal() or not 1 <= int(value) <= 43200:
-        raise ValueError("1 to 43200 seconds")
-    return int(value)
+    return _whole(value, 1, 43200)
 
 
 def _not_negative(value: str) -> int:
-    if not value.isdecimal():
-        raise ValueError("a whole number, 0 or more")
-    return int(value)
+    return _whole(value, 0, 2**63 - 1)
+
+
+def _place(*words: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        # PostgreSQL reads times, also its own words for them; nothing else is without a digit.
+        if value.lower() not in (*words, *_TIMES) and not any(c.isdecimal() for c in value):
+            raise ValueError(f"{', '.join(words)}, a tick id or a time such as 2026-11-25 12:00+00")
+        return value
+
+    return parse
 
 
 def _truth(value: str) -> bool:
@@ -168,16 +196,20 @@ OPTIONS: tuple[Option, ...] = (
     Option("queues", "none", _READ, "several queues in place of `queue`: names with commas between them, `*` stands for any text", _words, "0.7"),
     Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps the messages for the stream; one query each", _text),
     Option("consumer", "none", frozenset({BATCH_READ}), "reads the retries of this consumer of a stream, too", _text),
-    Option("startingAt", "committed", frozenset({STREAM_READ}), "start of a new consumer: committed or latest (from now on), earliest, a tick id, a time; archive (see From the archive to now). An existing consumer starts at its position", _text),
+    Option("startingAt", "committed", frozenset({STREAM_READ}), "start of a new consumer: committed or latest (from now on), earliest, a tick id, a time; archive (see From the archive to now). An existing consumer starts at its position", _place("committed", "latest", "earliest", ARCHIVE)),
     Option("archiveOf", "none", frozenset({STREAM_READ}), "with `startingAt=archive`: consumer of the queue whose archive is read first", _text, "0.7"),
-    Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _text),
-    Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time; see Limits", _text),
-    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "messages in a micro-batch: whole ticks, at least one, unless the queue has a `max_window`", _count),
+    Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _place("earliest", "latest")),
+    Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time; see Limits", _place("earliest", "latest")),
+    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "most messages in a micro-batch: whole ticks, at least one, unless the queue has a `max_window`; all: one micro-batch of what is there", _count_or_all),
+    Option("minEventsPerTrigger", "none", frozenset({STREAM_READ}), "a micro-batch waits for at least as many new messages, but not in a run with `once` or `availableNow`, nor for the first one of a run", _count, "0.11"),
+    Option("maxTriggerDelay", "15m", frozenset({STREAM_READ}), "with `minEventsPerTrigger`: how long it waits at most, such as 500ms, 90s, 15m or 1h", _duration, "0.11"),
     Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "ticks in a micro-batch", _count),
-    Option("numPartitions", "4", _READ, "tasks at most, each with a connection; 1 keeps the order", _count),
-    Option("fetchSize", "10000", _READ, "rows in a record batch", _count),
+    Option("numPartitions", "4", _READ, "tasks at most, each with a connection", _count),
+    Option("splitBy", BY_TICK, _READ, "how tasks share the messages: tick: each gets a range of ticks or of ids; key: each gets all messages of its keys", _one_of(BY_TICK, BY_KEY), "0.11"),
+    Option("ordered", "false", _READ, "true: each task reads in the order of ids, which costs a sort. It does so anyway with `numPartitions=1` or `splitBy=key`", _truth, "0.11"),
+    Option("fetchSize", "2000", _READ, "rows in a record batch, which the server and a task hold in memory; 200 by default if messages above 2 kB may be among them", _count),
     Option("types", "all", _READ, "message types to read, with commas between them; the server sends no others", _words),
-    Option("columns", "all", _READ, "columns to read, with commas between them, in this order; the server sends no others", _columns, "0.7"),
+    Option("columns", "all", _READ, "columns to read, with commas between them, in this order; the server sends no others. `tick_id` only if it is named", _columns, "0.7"),
     Option("includeHeaders", "false", _READ, "adds the column headers map<string,string>", _truth),
     Option("payloadFormat", "text", _READ, "text: a string, null for a message of bytes; binary: bytes for both", _one_of("text", "binary")),
     Option("payloadSchema", "none", _READ, "columns of a JSON payload in place of the column payload: `id bigint, total double`", _text, "0.7"),
@@ -211,9 +243,14 @@ class Options:
     archiveOf: str | None = None
     endingAt: str = "latest"
     maxEventsPerTrigger: int | None = None
+    minEventsPerTrigger: int | None = None
+    maxTriggerDelay: float | None = None
     maxTicksPerTrigger: int | None = None
     numPartitions: int = 4
-    fetchSize: int = 10_000
+    splitBy: str = BY_TICK
+    ordered: bool = False
+    # None: as many as the server says
+    fetchSize: int | None = None
     types: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
     queues: tuple[str, ...] | None = None
@@ -232,6 +269,11 @@ class Options:
     onFullTimeout: int = 300
     batchSize: int = 10_000
 
+    @property
+    def is_ordered(self) -> bool:
+        """Return whether a task reads in the order of ids."""
+        return self.ordered or self.numPartitions == 1 or self.splitBy == BY_KEY
+
     def at(self, server: str | None) -> Options:
         """Return the options for one of several servers."""
         from . import _connect
@@ -249,19 +291,24 @@ def parse(given: Mapping[str, str], *modes: str) -> Options:
     """
     if "provider" in given or (not given and modes == (BATCH_READ,)):
         raise PgqueBadArgumentError(_IN_CATALOG)
-    table = {option.name.lower(): option for option in OPTIONS if option.modes & set(modes)}
+    modes = _narrowed(given, modes)
+    # Two of a name, if it is not known yet what is read
+    table: dict[str, list[Option]] = {}
+    for option in OPTIONS:
+        if option.modes & set(modes):
+            table.setdefault(option.name.lower(), []).append(option)
     connection: dict[str, str] = {}
     values: dict[str, object] = {}
     for name, value in given.items():
-        option = table.get(name.lower())
-        if option is None:
+        found = table.get(name.lower())
+        if found is None:
             if name.lower() not in _SPARKS_OWN:
                 raise PgqueBadArgumentError(_unknown(name, modes, table))
-        elif option.name in _CONNECTION_NAMES:
+        elif found[0].name in _CONNECTION_NAMES:
             if value:
-                connection[option.name] = value
+                connection[found[0].name] = value
         else:
-            values[option.name] = _value(option, value)
+            values[found[0].name] = _value(found, value)
     options = Options(connection=connection, **values)  # type: ignore[arg-type]
     _check_together(options, modes)
     if options.servers is None:
@@ -269,6 +316,25 @@ def parse(given: Mapping[str, str], *modes: str) -> Options:
     from . import _connect
 
     return replace(options, servers=_connect.servers(options.servers, connection))
+
+
+def _narrowed(given: Mapping[str, str], modes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the modes that have all the options: schema() is asked before it is known whether to read a batch
+    or a stream. If none has them, return all.
+
+    Raises PgqueBadArgumentError for an option of streams without a consumer.
+    """
+    names = {name.lower() for name in given}
+    places = {o.name: {mode for p in OPTIONS if p.name == o.name for mode in p.modes} for o in OPTIONS}
+    known = {name: found for name, found in places.items() if name.lower() in names}
+    left = tuple(mode for mode in modes if all(mode in found for found in known.values()))
+    if len(modes) > 1 and left == (STREAM_READ,) and "consumer" not in names:
+        name = next(name for name, found in known.items() if BATCH_READ not in found)
+        raise PgqueBadArgumentError(
+            f"option {name} is for stream read, not for batch read, and option consumer is missing: a stream"
+            " needs a consumer of its own"
+        )
+    return left or modes
 
 
 def connection_options(given: Mapping[str, str]) -> dict[str, str]:
@@ -282,22 +348,38 @@ def connection_options(given: Mapping[str, str]) -> dict[str, str]:
     return {table[name.lower()].name: str(value) for name, value in given.items() if value}
 
 
-def _value(option: Option, value: str) -> object:
-    try:
-        return option.parse(value)
-    except ValueError as wanted:
-        # A user who passes connection strings as servers has passwords in them.
-        shown = "" if option.name == "servers" else f", not {value!r}"
-        raise PgqueBadArgumentError(f"option {option.name} must be {wanted}{shown}") from None
+def _value(found: list[Option], value: str) -> object:
+    problem = ""
+    for option in found:
+        try:
+            return option.parse(value)
+        except ValueError as wanted:
+            problem = problem or str(wanted)
+    # A user who passes connection strings as servers has passwords in them.
+    shown = "" if found[0].name == "servers" else f", not {value!r}"
+    raise PgqueBadArgumentError(f"option {found[0].name} must be {problem}{shown}")
 
 
-def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, Option]) -> str:
-    elsewhere = sorted({mode for o in OPTIONS if o.name.lower() == name.lower() for mode in o.modes})
+def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, list[Option]]) -> str:
+    found = [o for o in OPTIONS if o.name.lower() == name.lower()]
+    elsewhere = sorted({mode for option in found for mode in option.modes})
     if elsewhere:
-        return f"option {name} is for {' and '.join(elsewhere)}, not for {' and '.join(sorted(modes))}"
+        # A view has the same options for both.
+        view = (
+            ". A view to read and to insert into names its columns instead: create temporary view v (type"
+            " string, payload string) using pgque options (…)"
+            if modes == (BATCH_WRITE,) and BATCH_READ in elsewhere
+            else ""
+        )
+        return (
+            f"option {found[0].name} is for {' and '.join(elsewhere)}, not for {' and '.join(sorted(modes))}"
+            f"{view}"
+        )
     if name.lower() == "path":
         return "pgque has no path: say option('queue', …) and call load(), save() or start() without one"
-    return f"unknown option {name}; known here: {', '.join(sorted({o.name for o in table.values()}))}"
+    return (
+        f"unknown option {name}; known here: {', '.join(sorted(found[0].name for found in table.values()))}"
+    )
 
 
 def _check_together(options: Options, modes: tuple[str, ...]) -> None:
@@ -329,8 +411,14 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
         )
     if modes == (STREAM_READ,):
         _check_archive(options)
-    if modes == (BATCH_READ,) and "committed" in (options.startingAt, options.endingAt):
-        raise PgqueBadArgumentError("startingAt and endingAt of a batch read cannot be committed")
+    if options.minEventsPerTrigger is None:
+        if options.maxTriggerDelay is not None:
+            raise PgqueBadArgumentError("option maxTriggerDelay needs minEventsPerTrigger")
+    elif options.minEventsPerTrigger > (options.maxEventsPerTrigger or ALL):
+        raise PgqueBadArgumentError(
+            f"option minEventsPerTrigger is {options.minEventsPerTrigger}, above maxEventsPerTrigger, which is"
+            f" {options.maxEventsPerTrigger}: no micro-batch can have both"
+        )
     if modes == (BATCH_WRITE,) and (options.sinkId is None) != (options.epoch is None):
         raise PgqueBadArgumentError("options sinkId and epoch of a batch write need each other")
     if options.sinkId is not None and options.delivery == AT_LEAST_ONCE:

@@ -23,7 +23,8 @@ from pyspark.sql.types import BinaryType, StructType
 from ..errors import PgqueBadArgumentError, PgqueError
 from . import _connect
 from ._compat import DataSourceStreamArrowWriter
-from ._schema import NULL_QUEUE, check_schema
+from ._needs import packages
+from ._schema import NULL_QUEUE, check_only_read, check_schema, only_read
 from ._shares import Share, Shares, Spread, session
 from .options import AT_LEAST_ONCE, WAIT, Options
 
@@ -72,9 +73,12 @@ class _Writer:
                 " stream; complete and overwrite would send every row again"
             )
         self._options = parsed
-        self._columns = check_schema(schema, parsed.queue, parsed.replaceByKey)
+        self._only_read = only_read(schema)
+        sent = StructType([column for column in schema.fields if column.name not in self._only_read])
+        self._columns = check_schema(sent, parsed.queue, parsed.replaceByKey)
         self._binary = isinstance(schema[self._columns["payload"]].dataType, BinaryType)
 
+    @packages()
     def _stage(self, batches: Iterator[pa.RecordBatch], sink_id: str, epoch: int | None) -> Staged:
         """Copy the rows of a task, and with at-least-once send them at once."""
         parsed = self._options
@@ -91,6 +95,7 @@ class _Writer:
             over, servers = shares.any() if direct else shares.agree()
             spread = Spread(over, self._columns, parsed.spread)
             for batch in _chain(first, batches):
+                check_only_read(batch, self._only_read)
                 for server, rows in spread(batch):
                     columns = _columns(rows, self._columns, parsed.queue, self._binary)
                     shares[server].write(_staged(columns, parsed.queue, parsed.batchSize), rows.num_rows)

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
@@ -25,6 +26,7 @@ from . import _connect, _window, options
 from ._compat import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from ._lag import lags
 from ._offset import Place, Places, dump, load
+from ._pace import Pace
 from ._window import Task, Window
 from .options import Options
 
@@ -35,9 +37,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pgque.spark")
 
+# Seconds, as of Kafka's source
+_MAX_TRIGGER_DELAY = 900.0
 # How long a new stream waits for its predecessor's connection to end.
 _PREDECESSOR_TIMEOUT = 5.0
-_NO_LIMIT = 2**62
 # When the driver's host is lost, nothing closes its connection. The server would keep the session, and with
 # it the consumer's lock, until the system's keepalives notice, mostly after two hours; all that time a
 # restarted query would fail with PQ006.
@@ -48,6 +51,8 @@ _KEEPALIVES = (
 )
 # Of each queue
 Ticks: TypeAlias = dict[str, int]
+# The most messages and ticks in a micro-batch
+Limits: TypeAlias = tuple[int | None, int | None]
 
 _POSITION = "select i.last_tick from pgque.get_consumer_info(%s, %s) as i"
 
@@ -131,8 +136,9 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
     """Read a stream, window after window.
 
     The offsets are in Spark's checkpoint, see `_offset`. Names of queue and consumer are beside them for
-    people who read Spark's progress. The consumer in the database keeps the messages that a replay may need:
-    its position follows one micro-batch behind.
+    people who read Spark's progress. The consumer in the database keeps the messages that a replay may need.
+    Its position moves when Spark asks for the next micro-batch: by then it has noted the end of the last one
+    in its checkpoint. Its own call of `commit` comes only when there is a next one.
     """
 
     def __init__(self, parsed: Options, schema: StructType) -> None:
@@ -141,7 +147,15 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         self._layout = _window.layout(parsed, schema)
         self._driver: _Driver | None = None
         self._upto: Ticks = {}
+        self._pace = Pace(parsed.minEventsPerTrigger, parsed.maxEventsPerTrigger)
+        # Since when messages wait for others. The first micro-batch of a run, maybe the only one, never does.
+        self._waits_since: float | None = float("-inf")
         self._reached: Places | None = None
+        # The end of the micro-batch that runs, or ran last
+        self._end: Mapping[str, Any] | None = None
+        # The end to which the position moved before Spark said so
+        self._moved: Mapping[str, Any] | None = None
+        self._in_step = True
         self._replayed = 0
 
     def _connected(self) -> _Driver:
@@ -184,24 +198,74 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         self._upto = self._connected().newest()
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Return the limit of a micro-batch. Spark has none for ticks, so a limit is only a sign to keep
-        ours."""
+        """Return whether a micro-batch has a limit. Spark knows none that grow and none for ticks, so its
+        number is only a sign."""
         parsed = self._options
-        if parsed.maxEventsPerTrigger is None and parsed.maxTicksPerTrigger is None:
+        if parsed.maxEventsPerTrigger == options.ALL and parsed.maxTicksPerTrigger is None:
             return ReadAllAvailable()
-        return ReadMaxRows(parsed.maxEventsPerTrigger or _NO_LIMIT)
+        return ReadMaxRows(options.ALL)
+
+    def _limits(self, limit: ReadLimit | None) -> Limits:
+        """Return how many messages and ticks the next micro-batch may have."""
+        if isinstance(limit, ReadAllAvailable):
+            return None, None
+        parsed = self._options
+        # 4.0 and 4.1 name no limit. What the first micro-batch leaves, an availableNow run does not read.
+        events = parsed.maxEventsPerTrigger if limit is None else self._pace.next(time.time())
+        return None if events == options.ALL else events, parsed.maxTicksPerTrigger
 
     def latestOffset(
         self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None
     ) -> dict[str, Any]:
         """Return the end of the next micro-batch, or `start` when there is nothing new."""
+        found = self._next_offset(start, limit)
+        # Only now: a start that the consumer does not keep is refused.
+        self._finish(start)
+        return found
+
+    def _next_offset(self, start: Mapping[str, Any] | None, limit: ReadLimit | None) -> dict[str, Any]:
         # 4.0 and 4.1 do not tell where they are: behind the offset that they asked for last. After a restart
         # they first ask for the partitions of the one that they stand at.
         reached = self._reached or {} if start is None else self._places(start)
         driver = self._connected()
         after = {queue: reached.get(queue, place) for queue, place in driver.positions().items()}
-        self._reached = driver.next_ticks(after, not isinstance(limit, ReadAllAvailable), self._upto)
+        limits = self._limits(limit)
+        if self._waits(after, limit):
+            self._reached, behind = driver.known(after), False
+        else:
+            self._reached, behind = driver.next_ticks(after, limits, self._upto)
+        self._pace.planned(behind)
         return self._offset(self._reached)
+
+    def _waits(self, after: Places, limit: ReadLimit | None) -> bool:
+        """Return whether the messages behind `after` are too few for a micro-batch yet."""
+        parsed = self._options
+        since, now = self._waits_since, time.monotonic()
+        self._waits_since = None
+        if parsed.minEventsPerTrigger is None or self._upto or isinstance(limit, ReadAllAvailable):
+            return False
+        if since is not None and now - since >= (parsed.maxTriggerDelay or _MAX_TRIGGER_DELAY):
+            return False
+        driver = self._connected()
+        if not driver.new(after, {}):
+            return False
+        if (
+            any(place.is_part for place in after.values())
+            or driver.count(after) >= parsed.minEventsPerTrigger
+        ):
+            return False
+        self._waits_since = now if since is None else since
+        return True
+
+    def _finish(self, start: Mapping[str, Any] | None) -> None:
+        """Move the position to the end of the micro-batch that Spark has finished, once."""
+        end = self._end if start is None else start
+        if not self._in_step or end is None or end == self._moved or "archive" in end:
+            return
+        places = self._places(end)
+        if places != self._connected().positions():
+            self._moved = end
+            self._connected().commit(places)
 
     def reportLatestOffset(self) -> dict[str, Any]:
         """Return the newest ticks, and how far from them the stream is behind the next micro-batch, for
@@ -213,6 +277,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Split what lies between the ticks of two offsets."""
+        self._begin(start, end)
         begins, ends = self._places(start), self._places(end)
         if ends != self._reached:
             # Planned by a run before this one, which did not finish it
@@ -226,8 +291,18 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         """Read the windows of one task."""
         return _window.read(self._options, self._layout, partition)
 
+    def _begin(self, start: dict[str, Any], end: dict[str, Any]) -> None:
+        """Note the end of a micro-batch that begins."""
+        if start == self._moved and self._in_step:
+            # With asyncProgressTrackingEnabled, Spark writes its checkpoint later, and then commits.
+            log.info("pgque: Spark tracks its progress asynchronously, and the position waits for it")
+            self._in_step = False
+        self._end = end
+
     def commit(self, end: dict[str, Any]) -> None:
         """Move the consumer's position. Failing is no error: the next call makes up for it."""
+        if end == self._moved:
+            self._moved = None
         self._connected().commit(self._places(end))
 
     def stop(self) -> None:
@@ -247,6 +322,7 @@ class _Driver:
         self._newest: Ticks = {}
         self._looked = float("-inf")
         self._reported: tuple[Places, dict[str, dict[str, Any]]] = ({}, {})
+        self._counted: tuple[tuple[Places, Ticks], int] = (({}, {}), 0)
 
     def positions(self) -> Places:
         """Return where the consumer stood in each queue when the stream was opened."""
@@ -286,7 +362,7 @@ class _Driver:
         reached = {queue: place for queue, place in reached.items() if queue in self._streams}
         if before != reached:
             try:
-                found = self.do(lambda conn: lags(conn, str(self._options.consumer), reached))
+                found = self.do(partial(self._lags, reached))
             except PgqueError as error:
                 # Figures are no reason to end a query.
                 log.warning("pgque: the lag of consumer %s is not known: %s", self._options.consumer, error)
@@ -295,6 +371,22 @@ class _Driver:
                 figures["lostTicks"] = self._streams[queue].lost
             self._reported = reached, found
         return found
+
+    def count(self, after: Places) -> int:
+        """Return the number of messages between `after` and the newest ticks, at most."""
+        newest = self.newest()
+        if self._counted[0] != (after, newest):
+            ends = {queue: Place(tick, after[queue].incarnation) for queue, tick in newest.items()}
+            # What has no tick yet is behind both.
+            more, less = (
+                sum(one["eventsBehind"] for one in self.do(partial(self._lags, places)).values())
+                for places in (after, ends)
+            )
+            self._counted = (after, newest), more - less
+        return self._counted[1]
+
+    def _lags(self, places: Places, conn: _connect.Connection) -> dict[str, dict[str, Any]]:
+        return lags(conn, str(self._options.consumer), places)
 
     def is_other(self, queue: str, place: Place) -> bool:
         """Return whether a place is of another incarnation of the queue."""
@@ -319,25 +411,27 @@ class _Driver:
             if self._streams[queue].is_other(place) or place.tick not in (newest[queue], upto.get(queue))
         ]
 
-    def next_ticks(self, after: Places, limited: bool, upto: Ticks, others: int = 0) -> Places:
-        """Return the ends of the next micro-batch behind `after`. The queues that have something new share
-        the limit of messages, with as many others."""
+    def next_ticks(self, after: Places, limits: Limits, upto: Ticks, others: int = 0) -> tuple[Places, bool]:
+        """Return the ends of the next micro-batch behind `after`, and whether it leaves messages unread. The
+        queues that have something new share the limit of messages, with as many others."""
         new = self.new(after, upto)
-        parsed = self._options
-        max_events = parsed.maxEventsPerTrigger if limited else None
+        max_events, max_ticks = limits
         if max_events is not None and new:
             max_events = max(max_events // (len(new) + others), 1)
-        max_ticks = parsed.maxTicksPerTrigger if limited else None
         found = {
             queue: self._streams[queue].next_place(after[queue], max_events, max_ticks, upto.get(queue))
             for queue in new
         }
+        behind = any(
+            place.is_part or place.tick < upto.get(queue, self._newest[queue])
+            for queue, place in found.items()
+        )
         # A micro-batch of a queue that was created again ends in the new one (failOnDataLoss=false).
         ends = {
             queue: place._replace(incarnation=self._streams[queue].incarnation)
             for queue, place in found.items()
         }
-        return self.known({**after, **ends})
+        return self.known({**after, **ends}), behind
 
     def known(self, places: Places) -> Places:
         """Return places with an incarnation: those of an earlier version's checkpoint have none yet."""
@@ -630,6 +724,8 @@ class _Stream:
         """Move the position to a place; a failure is logged."""
         parsed = self._options
         tick = place.tick
+        if tick == self._committed:
+            return
         try:
             self._driver.do(
                 # On a queue with keys it waits for senders: not for long, the next commit goes on.
@@ -704,13 +800,28 @@ def _tick_for(conn: _connect.Connection, queue: str, at: str, incarnation: str |
 
 
 def _split(
-    conn: _connect.Connection, parsed: Options, queue: str, start: int, end: int, incarnation: str | None
+    conn: _connect.Connection,
+    parsed: Options,
+    queue: str,
+    start: int,
+    end: int,
+    incarnation: str | None,
+    after: int | None = None,
+    upto: int | None = None,
 ) -> list[Window]:
+    """Cut what lies between two ticks, or its part with ids above `after`, up to `upto`."""
+    by_key = parsed.splitBy == options.BY_KEY
     rows = conn.execute(
-        "select w.from_tick, w.to_tick, w.parts, w.part from pgque.split_window(%s, %s, %s, %s, %s) as w",
-        [queue, start, end, parsed.numPartitions, incarnation],
+        "select w.from_tick, w.to_tick, w.after_id, w.upto_id"
+        " from pgque.split_window(%s, %s, %s, %s, %s, %s, %s) as w",
+        [queue, start, end, 1 if by_key else parsed.numPartitions, incarnation, after, upto],
     )
-    return [Window(queue, begin, upto, parts, part, None, incarnation) for begin, upto, parts, part in rows]
+    parts = parsed.numPartitions if by_key else 1
+    return [
+        Window(queue, begins, ends, parts, part, None, incarnation, above, last)
+        for begins, ends, above, last in rows
+        for part in range(parts)
+    ]
 
 
 def _split_places(
@@ -718,43 +829,28 @@ def _split_places(
 ) -> list[Window]:
     """Cut what lies between two places: the rest of the window that one is within, whole windows, and a part
     of the last one."""
+
+    def part(place: Place, after: int | None, upto: int | None) -> list[Window]:
+        ends = place.window or place.tick
+        return _split(conn, parsed, queue, place.tick, ends, incarnation, after, upto)
+
     if start.is_part and start.window == end.window and start.tick == end.tick:
-        return _part(parsed, queue, start, end.after_id, incarnation)
+        return part(start, start.after_id, end.after_id)
     windows: list[Window] = []
     begin = start.tick
     if start.is_part:
-        windows += _part(parsed, queue, start, None, incarnation)
+        windows += part(start, start.after_id, None)
         begin = start.window or begin
     if begin != end.tick:
         windows += _split(conn, parsed, queue, begin, end.tick, incarnation)
     if end.is_part:
-        windows += _part(parsed, queue, end._replace(after_id=None), end.after_id, incarnation)
+        windows += part(end, None, end.after_id)
     return windows
 
 
-def _part(
-    parsed: Options, queue: str, place: Place, upto: int | None, incarnation: str | None
-) -> list[Window]:
-    """Cut a part of a window, behind a place, by the rest that the ids leave."""
-    count = parsed.numPartitions
-    return [
-        Window(
-            queue,
-            place.tick,
-            place.window or place.tick,
-            count,
-            part,
-            None,
-            incarnation,
-            place.after_id,
-            upto,
-        )
-        for part in range(count)
-    ]
-
-
 def _tasks(parsed: Options, windows: list[Window]) -> list[InputPartition]:
-    """Deal windows out to at most `numPartitions` tasks: each queue has up to as many."""
+    """Deal windows out to at most `numPartitions` tasks: each queue has up to as many. With splitBy=key, each
+    queue has as many, in the order of the tasks."""
     count = parsed.numPartitions
     tasks = [windows[first::count] for first in range(min(count, len(windows)))]
     return [Task(_turned(task, number)) for number, task in enumerate(tasks)]
