@@ -45,8 +45,9 @@ _ARRAYS = {
     "deliver_at": "deliver_ats",
     "ttl": "ttls",
 }
-# Bytes of one staged row, unless one message is larger
+# Bytes of one staged row, unless one message is larger, and its messages. Larger rows cost the server more.
 _LARGEST_ROW = 4 << 20
+_MOST_MESSAGES = 1000
 # Full, paused: consumers or an administrator end it
 _NO_ROOM = frozenset({"PQ003", "PQ013"})
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
@@ -98,7 +99,8 @@ class _Writer:
                 check_only_read(batch, self._only_read)
                 for server, rows in spread(batch):
                     columns = _columns(rows, self._columns, parsed.queue, self._binary)
-                    shares[server].write(_staged(columns, parsed.queue, parsed.batchSize), rows.num_rows)
+                    most = min(parsed.batchSize, _MOST_MESSAGES)
+                    shares[server].write(_staged(columns, parsed.queue, most), rows.num_rows)
             found = shares.finish()
         if not direct:
             return Staged(sink_id, epoch, found, servers)
