@@ -54,7 +54,7 @@ declare
   v_before   int[];
   v_local    bool;
   v_role     text;
-  v_version  text := '0.11.0';   -- what pgque.version() below returns
+  v_version  text := '0.10.0';   -- what pgque.version() below returns
 begin
   perform pg_catalog.set_config('client_min_messages', 'warning', true);
   -- Objects of other roles in schema public must not run here, also if the file runs
@@ -193,7 +193,7 @@ comment on domain pgque.caller is
   'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.11.0'::text $$;
+language sql immutable as $$ select '0.10.0'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- Drops a function of an earlier version.  If a view uses it, it only gets another name.
@@ -1325,8 +1325,7 @@ comment on column pgque.queue.queue_max_consumers is
   'How many consumers a queue may have, subconsumers included; 0: no limit. Beyond it subscribe() fails with PQ003 for roles that have a right to '
   'this queue only. Only a member of pgque_admin sets it. Unit: consumers.';
 comment on column pgque.queue.queue_health_pending_warn is
-  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter, and '
-  'a queue without a consumer is no reason to warn.';
+  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter.';
 comment on column pgque.queue.queue_health_pending_fail is
   'health() fails when a consumer''s oldest pending message is older than this, or older than retention_period. 0: only the latter. health() warns '
   'of messages that a worker has leased for longer than this and than ten times visibility_timeout; 0: never.';
@@ -11089,14 +11088,11 @@ create or replace function pgque._need_tick(p_queue pgque.queue, p_tick_id bigin
 language plpgsql as $$
 declare
   v_tick  pgque.tick := pgque._tick(p_queue.queue_id, p_tick_id);
-  v_last  bigint;
 begin
   if v_tick.tick_id is null then
     perform pgque._not_future_tick(p_queue, p_tick_id);
-    v_last := (pgque._last_tick(p_queue)).tick_id;
-    perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ', coalesce(p_tick_id::text, 'null'), p_queue.queue_name)
-        -- A snapshot from before all its tables were emptied
-        || case when v_last is null then 'none that this transaction sees' else pg_catalog.format('ticks %s to %s', (pgque._find_tick(p_queue, 'earliest')).tick_id, v_last) end,
+    perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
+        (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
       'Start at a later tick. To keep ticks and events until you have read them, subscribe a consumer: rotation deletes those that all consumers have passed.');
   end if;
   return v_tick;
@@ -11213,11 +11209,9 @@ begin
 end
 $$;
 
--- The same window is split in the same way as long as its ticks are stored: by their
--- event sequences alone.
+-- The same window is split in the same way as long as its ticks are stored.
 create or replace function pgque.split_window(
-  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, incarnation uuid default null, out part int,
-  inout after_id bigint default null, inout upto_id bigint default null, caller pgque.caller default current_user
+  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, incarnation uuid default null, caller pgque.caller default current_user, out part int
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -11231,44 +11225,35 @@ begin
   end if;
   v_from := pgque._need_tick(v_queue, $2);
   v_to := pgque._need_tick(v_queue, $3);
-  -- The share of events of one piece.  A run is the ticks that begin within one share; a
-  -- part of a window is one run.  A run makes as many pieces as shares pass until the next
-  -- run.  The first piece of a run has no lower bound and the last no upper one: the
-  -- window also has ids that were drawn before its first tick.
+  -- The share of events of one piece.  A run is the ticks that begin within one share.
+  -- It makes as many pieces as shares pass until the next run.
   v_share := greatest((v_to.tick_event_seq - v_from.tick_event_seq + $4 - 1) / $4, 1);
   return query execute format(
     $q$
-    select r.from_tick, r.to_tick, p.parts, g.part,
-      case g.part when 0 then $6 else p.lo + p.step * g.part end, case g.part when p.parts - 1 then $7 else p.lo + p.step * (g.part + 1) end
+    select r.from_tick, r.to_tick, p.parts, g.part
     from (
-      select min(t.prev) as from_tick, max(t.tick_id) as to_tick, min(t.prev_seq) as lo, max(t.tick_event_seq) as hi,
+      select min(t.prev) as from_tick, max(t.tick_id) as to_tick, t.share,
         coalesce(lead(t.share) over (order by t.share), ($4 + $5 - 1) / $5) - t.share as shares
       from (
         -- A tick that begins at the end belongs to the last share.
-        select t.*, case when coalesce($6, $7) is null then least(t.prev_seq - $3, greatest($4 - 1, 0)) / $5 else 0 end as share
-        from (
-          select t.tick_id, t.tick_event_seq, lag(t.tick_id, 1, $1) over w as prev, lag(t.tick_event_seq, 1, $3) over w as prev_seq
-          from (%s) t
-          where t.tick_id > $1 and t.tick_id <= $2
-          window w as (order by t.tick_id)
-        ) t
+        select t.tick_id, lag(t.tick_id, 1, $1) over w as prev, least(lag(t.tick_event_seq, 1, $3) over w - $3, greatest($4 - 1, 0)) / $5 as share
+        from (%s) t
+        where t.tick_id > $1 and t.tick_id <= $2
+        window w as (order by t.tick_id)
       ) t
       group by t.share
     ) r
-    cross join lateral (select greatest(r.lo, $6) as lo, least(r.hi, $7) as hi) i
-    cross join lateral (select greatest(case when coalesce($6, $7) is null then r.shares else least(i.hi - i.lo, $8) end, 1)::int) n (parts)
-    cross join lateral (select n.parts, i.lo, greatest(i.hi - i.lo, 0) / n.parts as step) p
+    cross join lateral (select greatest(r.shares, 1)::int as parts) p
     cross join lateral generate_series(0, p.parts - 1) g (part)
     order by r.from_tick, g.part
     $q$, pgque._ticks_sql(v_queue.queue_id))
-  using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share, after_id, upto_id, $4;
+  using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share;
 end
 $$;
-comment on function pgque.split_window(text, bigint, bigint, int, uuid, bigint, bigint, pgque.caller) is
-  'Splits the window between two ticks into at most parts pieces with about as many events each: runs of ticks, and ranges of ids of a tick with many events. Each row '
-  'has the arguments of a call of read_window(): from_tick, to_tick, after_id and upto_id. Earlier versions of the client use parts and part (a remainder of the ids) '
-  'instead of the ids: a reader needs one of the two. after_id, upto_id: split only this part of the window; see next_window(). incarnation: see queue_incarnation(). '
-  'Errors: PQ001 no such queue; PQ005 no such window; PQ015 a tick is not stored, or the queue is another incarnation.';
+comment on function pgque.split_window(text, bigint, bigint, int, uuid, pgque.caller) is
+  'Splits the window between two ticks into at most parts pieces with about as many events each. Each row holds the arguments of a call of '
+  'read_window(). A piece is a run of ticks, or one remainder of the ids of a tick with many events. incarnation: see queue_incarnation(). Errors: PQ001 no such '
+  'queue; PQ005 no such window; PQ015 a tick is not stored, or the queue is another incarnation.';
 
 -- Refuses a window, or a part of one, with PQ005.
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
@@ -11284,7 +11269,7 @@ $$;
 -- with the clock.
 create or replace function pgque._window_sql(
   p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_incarnation uuid, p_caller name,
-  p_after bigint default null, p_upto bigint default null, p_columns text[] default null, p_ordered boolean default true, p_by_key boolean default false
+  p_after bigint default null, p_upto bigint default null
 ) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
@@ -11301,54 +11286,11 @@ begin
   v_cond := pg_catalog.format('(e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
     || pgque._row_condition(p_queue, p_consumer, p_after, p_upto)
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
-    || case when p_parts = 1 then '' else pg_catalog.format(' and %s %% %s = %s', case when p_by_key
-      then '(coalesce(hashtextextended(coalesce(e.ev_key, e.ev_extra1) collate "C", 0), e.ev_id) & 9223372036854775807)' else 'e.ev_id' end, p_parts, p_part) end;
+    || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
   -- The bodies of a key have one id: the newest comes last, and then a retry.
-  return pg_catalog.format('select %s from (%s) e', pgque._read_columns(v_queue.queue_name, p_columns),
-      pgque._rows_of_window_sql(v_queue.queue_id, pgque._part_of_window(v_from, v_to, p_after, p_upto), v_cond))
-    || case when p_ordered then ' order by e.ev_id, coalesce(e.ev_owner, 0) > 0, coalesce(e.ev_retry, 0)' else '' end;
+  return pg_catalog.format('select %s from (%s) e order by e.ev_id, coalesce(e.ev_owner, 0) > 0, coalesce(e.ev_retry, 0)', pgque._event_columns(),
+    pgque._rows_of_window_sql(v_queue.queue_id, pgque._part_of_window(v_from, v_to, p_after, p_upto), v_cond));
 end
-$$;
-
--- Returns the list of what a reader selects from rows e: columns of read_window(), or what
--- Spark makes of them.  A query that computes it itself would need the rows of a function,
--- which the server stores before it returns the first.
-create or replace function pgque._read_columns(p_queue text, p_columns text[]) returns text
-language plpgsql as $$
-declare
-  v_found    text;
-  v_unknown  text;
-begin
-  if p_columns is null then
-    return pgque._event_columns();
-  end if;
-  select pg_catalog.string_agg(coalesce(m.what || ' as ' || c.name, 'e.' || v.name), ', ' order by c.n),
-    min(coalesce(c.name, 'null')) filter (where coalesce(m.name, v.name) is null)
-  into v_found, v_unknown
-  from pg_catalog.unnest(p_columns) with ordinality c (name, n)
-  left join (values
-    ('key', 'coalesce(e.ev_key, e.ev_extra1)'),
-    ('payload', $q$coalesce(e.ev_bytes, pg_catalog.convert_to(e.ev_data, 'UTF8'))$q$),
-    ('header_names', 'case when e.ev_headers is not null then array(select h.key from pg_catalog.jsonb_each_text(e.ev_headers) h) end'),
-    ('header_values', 'case when e.ev_headers is not null then array(select h.value from pg_catalog.jsonb_each_text(e.ev_headers) h) end')
-  ) m (name, what) on m.name = c.name
-  left join pg_catalog.regexp_split_to_table(pg_catalog.replace(pgque._event_columns(), 'e.', ''), ', ') v (name) on v.name = c.name;
-  if v_found is null or v_unknown is not null then
-    perform pgque._fail('PQ005', pg_catalog.format('no such column: %s, to read from queue %I', coalesce(v_unknown, 'none given'), p_queue),
-      pg_catalog.format('Choose from %s, key, payload, header_names and header_values, or leave the argument columns out for those of read_window().',
-        pg_catalog.replace(pgque._event_columns(), 'e.', '')));
-  end if;
-  return v_found;
-end
-$$;
-
--- Returns how many rows one FETCH should get: these are in the memory of the server and of
--- the client at once.  Rows are below 2 kB, or compressed to that, if no table has TOAST.
-create or replace function pgque._rows_to_fetch(p_queue_id int) returns int
-language sql stable as $$
-  select case when bool_or(pg_catalog.pg_relation_size(c.reltoastrelid) > 0) then 200 else 2000 end
-  from pg_catalog.generate_series(0, 2) n
-  join pg_catalog.pg_class c on c.oid = pg_catalog.to_regclass(pg_catalog.format('pgque.event_%s_%s', p_queue_id, n))
 $$;
 
 -- Not stable: the tick may be younger than the calling statement.
@@ -11371,37 +11313,24 @@ comment on function pgque.read_window(text, bigint, bigint, text, text[], int, i
   'incarnation: see queue_incarnation(); without it, a queue that was created again can have other events between ticks with these ids. '
   'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another incarnation.';
 
--- A cursor streams: the rows of a function are all stored before the first is returned.
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
   parts int default 1, part int default 0, incarnation uuid default null, after_id bigint default null, upto_id bigint default null,
-  columns text[] default null, ordered boolean default true, by_key boolean default false, caller pgque.caller default current_user
-) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set work_mem = '64MB' set jit = off as $$
-begin
-  perform pgque._open_cursor($1, $2, pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller, after_id, upto_id, $12, ordered, by_key));
-  return pgque._rows_to_fetch((pgque._queue($2, caller, 'consume')).queue_id);
-end
-$$;
-comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, text[], boolean, boolean, pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of read_window(), and returns how many rows to FETCH at once, in the same transaction: 2000, or 200 if the queue may have rows above 2 kB. '
-  'It is the fastest way to read a window: the server stores no rows. columns: only these columns of read_window(), or key (the key or the partition key), payload (as bytes), '
-  'header_names, header_values. ordered: by id; false is cheaper. A sort takes up to the work_mem of the session. by_key: parts and part divide the keys instead of the ids, '
-  'so that each key is in one part; messages without a key are divided by id. Errors: those of read_window(); PQ005 no such column; 42P03 the transaction has a cursor with this name.';
-
--- Opens a cursor over a query.
-create or replace function pgque._open_cursor(p_cursor text, p_queue text, p_sql text) returns void
-language plpgsql as $$
+  caller pgque.caller default current_user
+) returns void
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
 declare
-  v_cursor  refcursor := p_cursor;
+  v_cursor  refcursor := $1;
 begin
-  if coalesce(p_cursor, '') = '' then
-    perform pgque._fail('PQ005', pg_catalog.format('a cursor over queue %s needs a name', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+  if coalesce($1, '') = '' then
+    perform pgque._fail('PQ005', format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
       'Pass any name that is free in this transaction, and FETCH from it.');
   end if;
-  open v_cursor no scroll for execute p_sql;
+  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller, after_id, upto_id);
 end
 $$;
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, pgque.caller) is
+  'Opens a cursor named cursor_name over the rows of read_window(). Read it with FETCH in the same transaction.';
 
 -- Waits for senders that replace a body, as subscribe() does: otherwise the consumer
 -- would pass the body that they commit later.
@@ -11872,20 +11801,6 @@ comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[
   'ev_txid may be NULL. types: only messages of these types. Each call returns the same messages, but for those that are deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by '
   'drop_policy drop, or because they expire. Messages that went to a dead_letter_queue are not among them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
   'stand at tick_id, or the queue is another incarnation.';
-
-create or replace function pgque.archive_read_cursor(
-  cursor_name text, queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, incarnation uuid default null,
-  columns text[] default null, caller pgque.caller default current_user
-) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set work_mem = '64MB' set jit = off as $$
-begin
-  perform pgque._open_cursor($1, $2, pgque._archived_sql(pgque._need_incarnation(pgque._queue($2, caller, 'admin'), incarnation), $3, $4, $5, $6, $7, pgque._read_columns($2, $9)));
-  return 200;
-end
-$$;
-comment on function pgque.archive_read_cursor(text, text, text, bigint, bigint, bigint, text[], uuid, text[], pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of archive_read(), and returns how many rows to FETCH at once, in the same transaction. columns: as in read_window_cursor(). '
-  'Errors: those of archive_read(); PQ005 no such column; 42P03 the transaction has a cursor with this name.';
 -- ---------------------------------------------------------------------------
 -- restore: whether a dump was loaded completely
 -- ---------------------------------------------------------------------------
@@ -15156,7 +15071,7 @@ begin
   if p_consumers = 0 then
     detail := 'no consumer';
     execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
-    if v_unread > 0 and p_queue.queue_health_pending_warn > '0' then
+    if v_unread > 0 then
       status := 'warn';
       detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
       advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
@@ -16100,7 +16015,7 @@ language sql immutable as $$
       finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
-      queue_incarnation tick_for next_tick next_window split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read archive_read_cursor stream_lag stage_dead unstage_dead dead get_queue_info
+      queue_incarnation tick_for next_tick next_window split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
       get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer set_key_concurrency
       _ack _dead _next_batch _open_batch _join'),
     ('pgque_admin', '_fail _no_standby create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue

@@ -16,7 +16,7 @@ language sql immutable as $$
     ('pgque_writer', 'version clock _fail my_rights send send_batch send_idem insert_event create_recurring drop_recurring pause_recurring
       resume_recurring run_recurring list_recurring _create_recurring current_event_table jsontriga logutriga sqltriga sink_begin
       sink_servers sink_commit
-      _send _headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _is_old_change _url_encode _send_as
+      _send _headers _are_headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _is_old_change _url_encode _send_as
       _send_all _send_many _no_payloads'),
     ('pgque_reader', 'version clock _fail my_rights list_recurring subscribe register_consumer register_consumer_at unsubscribe unregister_consumer receive ack
       finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info

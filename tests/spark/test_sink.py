@@ -349,6 +349,17 @@ def test_a_full_queue_takes_nothing(
     assert len(receive(conn, queue)) == 10
 
 
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_a_write_that_is_larger_than_max_depth_does_not_wait_for_room(
+    spark: SparkSession, writer: Role, conn: Connection, queue: str, delivery: str
+) -> None:
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '5')", queue)
+    frame = numbers(spark, 6, 1)
+    told = failure(write, frame, writer, queue, delivery=delivery, onFull="wait", onFullTimeout=43200)
+    assert f"6 messages at once never fit into queue {queue} with max_depth 5" in told
+    assert "maxEventsPerTrigger" in told and "PgqueBadArgumentError" in told
+
+
 def open_in_a_while(dsn: str, queue: str, change: str) -> bool:
     """Wait for three refusals, change the queue; return whether a sink had no transaction open all the
     time."""
@@ -629,9 +640,7 @@ def test_micro_batches_arrive(pipe: Pipe, conn: Connection) -> None:
 def test_a_micro_batch_that_was_staged_but_not_committed_is_sent_once(pipe: Pipe, conn: Connection) -> None:
     value(conn, "select pgque.pause(%s)", pipe.target)
     assert "PgqueQueueDisabledError" in failure(pipe.run, 2)
-    staged = value(conn, "select count(*) from pgque.sink_stage_0") + value(
-        conn, "select count(*) from pgque.sink_stage_1"
-    )
+    staged = value(conn, "select sum(s.rows) from pgque.sink_stage as s")
     assert staged >= 1000
     value(conn, "select pgque.resume(%s)", pipe.target)
     pipe.run(parts=5)
@@ -731,7 +740,13 @@ def test_staged_rows_that_went_lost_refuse_the_commit(
     from pgque.spark import options
     from pgque.spark.sink import PgqueWriter
 
-    given = {"url": writer.dsn, "queue": queue, "sinkId": secrets.token_hex(8), "epoch": "0"}
+    given = {
+        "url": writer.dsn,
+        "queue": queue,
+        "sinkId": secrets.token_hex(8),
+        "epoch": "0",
+        "batchSize": "1",  # a message in each staged row
+    }
     schema = numbers(spark, 1).schema
 
     def part(*texts: str) -> tuple[PgqueWriter, Any]:
@@ -741,8 +756,8 @@ def test_staged_rows_that_went_lost_refuse_the_commit(
     one, first = part("a", "b")
     _, second = part("c")
     conn.execute(
-        "do $$ begin delete from pgque.sink_stage_0 where payload = 'b';"
-        " delete from pgque.sink_stage_1 where payload = 'b'; end $$"
+        "do $$ begin delete from pgque.sink_stage_0 where payloads = '{b}';"
+        " delete from pgque.sink_stage_1 where payloads = '{b}'; end $$"
     )
     with pytest.raises(PgqueSinkEpochError, match="2 rows are staged, not 3"):
         one.commit([first, second, None])

@@ -63,7 +63,7 @@ def test_a_queue_takes_as_many_messages_as_its_depth_and_not_one_more(
 
 def test_a_batch_that_would_pass_the_depth_inserts_nothing(conn: Connection, subscribed: str) -> None:
     configure(conn, subscribed, max_depth=5)
-    refused("PQ003", send_many, conn, subscribed, 6)
+    refused("PQ005", send_many, conn, subscribed, 6)
     sent = send_many(conn, subscribed, 3)
     refused("PQ003", send_many, conn, subscribed, 3)
     sent += send_many(conn, subscribed, 2)

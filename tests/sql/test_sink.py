@@ -1155,6 +1155,81 @@ def test_a_staged_row_that_is_no_message_is_refused(conn: Connection, subscribed
     assert sent_texts(conn, subscribed) == ["x"]
 
 
+def stage_arrays(conn: Connection, attempt: uuid.UUID, table: str, n: int, queue: str, **arrays: Any) -> None:
+    """Stage one row that holds several messages."""
+    names = list(arrays)
+    copy(conn, table, ", ".join(["attempt", "n", "queue", *names]), [(attempt, n, queue, *arrays.values())])
+
+
+def test_a_row_of_arrays_is_sent_as_its_messages_in_order_among_single_ones(
+    conn: Connection, new_queue: Callable[..., str], subscribed: str
+) -> None:
+    other = new_queue()
+    subscribe(conn, other)
+    attempt, table = begin(conn, subscribed)
+    stage_arrays(
+        conn, attempt, table, 1, subscribed, rows=3, payloads=["b", None, "d"], types=["t", None, "u"],
+        queues=[None, None, other], all_headers=['{"a": 1}', None, None], partition_keys=[None, "k", None],
+    )  # fmt: skip
+    copy(conn, table, "attempt, n, queue, payload", [(attempt, 0, subscribed, "a")])
+    stage_arrays(conn, attempt, table, 2, subscribed, rows=2, all_bytes=[b"\x00", b""])
+    assert commit(conn, subscribed, [attempt], 6) == "applied"
+    found = [(m.type, m.payload, m.headers, m.extra1, m.payload_bytes) for m in sent_back(conn, subscribed)]
+    assert found == [
+        ("default", "a", None, None, None),
+        ("t", "b", {"a": 1}, None, None),
+        ("default", None, None, "k", None),
+        ("default", None, None, None, b"\x00"),
+        ("default", None, None, None, b""),
+    ]
+    assert [(m.type, m.payload) for m in sent_back(conn, other)] == [("u", "d")]
+
+
+def test_options_in_arrays_and_a_full_queue_mean_what_they_mean_in_rows(
+    conn: Connection, subscribed: str
+) -> None:
+    attempt, table = begin(conn, subscribed)
+    stage_arrays(
+        conn, attempt, table, 0, subscribed, rows=3, payloads=["a", "b", "c"], keys=["k", None, "k"],
+        delays=[None, "60", None], ttls=["1 day", None, None],
+    )  # fmt: skip
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '3')", subscribed)
+    for n in range(3):
+        send(conn, subscribed, str(n))
+    refused("PQ003", commit, conn, subscribed, [attempt], 3)
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '0')", subscribed)
+    assert commit(conn, subscribed, [attempt], 3) == "applied"
+    assert sent_texts(conn, subscribed) == ["0", "1", "2", "c"]
+    assert value(conn, "select count(*) from pgque.retry_queue where ev_data = 'b'") > 0
+
+
+def test_arrays_that_do_not_fit_together_are_refused_where_they_are_staged(
+    conn: Connection, subscribed: str
+) -> None:
+    attempt, table = begin(conn, subscribed)
+    for sqlstate, arrays in (
+        ("23514", {"rows": 2, "payloads": ["a"]}),
+        ("23514", {"rows": 1, "payloads": ["a"], "types": ["t", "u"]}),
+        ("23514", {"rows": 1, "payloads": ["a"], "all_bytes": [b"a"]}),
+        ("23514", {"rows": 1, "payloads": ["a"], "payload": "a"}),
+        ("23514", {"rows": 1}),
+        ("23514", {"payloads": ["a"]}),
+        ("23514", {"payload": "a", "types": ["t"]}),
+        ("23514", {"rows": 1, "payloads": ["a"], "all_headers": ["[]"]}),
+        ("22P02", {"rows": 1, "payloads": ["a"], "all_headers": ["{"]}),
+    ):
+        refused(sqlstate, lambda a=arrays: stage_arrays(conn, attempt, table, 0, subscribed, **a))
+    refused("PQ016", commit, conn, subscribed, [attempt], 1)
+
+
+def test_compaction_keeps_arrays_of_what_is_staged(ready: Connection) -> None:
+    attempt, table = begin(ready, "s")
+    stage_arrays(ready, attempt, table, 0, "q", rows=2, payloads=["a", "b"], types=["t", None])
+    turn_stage(ready, 4)
+    assert commit(ready, "s", [attempt], 2) == "applied"
+    assert [(m.type, m.payload) for m in sent_back(ready, "q")] == [("t", "a"), ("default", "b")]
+
+
 def test_a_replay_is_a_duplicate_however_it_is_partitioned(
     conn: Connection, connect: Callable[..., Connection], subscribed: str
 ) -> None:
@@ -1912,12 +1987,26 @@ def test_an_epoch_that_finds_a_full_queue_stores_nothing_before_it_is_refused(
     conn: Connection, subscribed: str
 ) -> None:
     value(conn, "select pgque.set_queue_config(%s, 'max_depth', '5')", subscribed)
-    attempt = stage(conn, subscribed, subscribed, numbers(6))
+    attempt = stage(conn, subscribed, subscribed, numbers(3))
+    for n in range(3):
+        send(conn, subscribed, str(n))
     last = "select pg_sequence_last_value(q.queue_event_seq) from pgque.queue as q where q.queue_name = %s"
     before = value(conn, last, subscribed)
     for _ in range(3):
-        refused("PQ003", commit, conn, subscribed, [attempt], 6)
+        refused("PQ003", commit, conn, subscribed, [attempt], 3)
     assert value(conn, last, subscribed) == before
+
+
+def test_an_epoch_larger_than_max_depth_is_refused_as_one_that_never_fits(
+    conn: Connection, subscribed: str
+) -> None:
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '5')", subscribed)
+    attempt = stage(conn, subscribed, subscribed, numbers(6))
+    error = refused("PQ005", commit, conn, subscribed, [attempt], 6)
+    assert f"6 messages at once never fit into queue {subscribed} with max_depth 5" in str(error)
+    assert "maxEventsPerTrigger" in str(error.diag.message_hint)
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '6')", subscribed)
+    assert commit(conn, subscribed, [attempt], 6) == "applied"
 
 
 def test_an_epoch_reads_its_queue_once(conn: Connection, subscribed: str) -> None:

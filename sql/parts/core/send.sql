@@ -441,13 +441,13 @@ create or replace function pgque.send_batch(queue_name text, payloads text[]) re
 language sql as $$ select pgque._send_many($1, 'default', $2) $$;
 comment on function pgque.send_batch(text, text[]) is
   'Sends many texts of type default without options, all or none, and returns their ids in the order of payloads. Errors: PQ001 no such queue; '
-  'PQ003 the queue is full; PQ005 payloads is NULL; PQ013 the queue is paused.';
+  'PQ003 the queue is full; PQ005 payloads is NULL, or more than max_depth; PQ013 the queue is paused.';
 
 create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
 comment on function pgque.send_batch(text, jsonb[]) is
   'Sends many JSON values of type default without options, all or none, and returns their ids in the order of payloads. Errors: PQ001 no such '
-  'queue; PQ003 the queue is full; PQ005 payloads is NULL; PQ013 the queue is paused.';
+  'queue; PQ003 the queue is full; PQ005 payloads is NULL, or more than max_depth; PQ013 the queue is paused.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads text[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,

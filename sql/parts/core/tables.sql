@@ -596,12 +596,18 @@ create table if not exists pgque.idempotency (
 ) partition by list (leaf);
 comment on table pgque.idempotency is 'Keys of send_idem() until their ttl ends. Internal.';
 
--- Messages that sinks have staged and not committed, in two leaves.  A sequence holds
+-- Messages that sinks have staged and not committed, in two leaves.  A row holds one
+-- message, or as many as rows says in arrays, which costs less.  A sequence holds
 -- the number of the current leaf, because a change of it leaves no dead row.  The
 -- tables are not unlogged, as no table here is: if PostgreSQL crashes right after a
 -- rolled-back TRUNCATE of an unlogged table, the next start can fail with "could not
 -- create file ...: File exists".
 create sequence if not exists pgque.sink_leaf as int minvalue 0 maxvalue 1;
+
+-- Returns whether each text is a JSON object or null; 22P02 if one is no JSON.
+create or replace function pgque._are_headers(p_headers text[]) returns boolean
+language sql immutable as $$ select coalesce(pg_catalog.bool_and(pg_catalog.jsonb_typeof(h::jsonb) = 'object'), true) from pg_catalog.unnest(p_headers) h $$;
+
 
 create table if not exists pgque.sink_attempt (
   attempt     uuid not null,
@@ -845,6 +851,24 @@ begin
     queue_max_window int not null default 0 constraint queue_max_window_range check (queue_max_window >= 0)$c$);
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
+  drop index if exists pgque.sink_stage_options;
+  if not exists (select from pg_attribute a where a.attrelid = 'pgque.sink_stage'::regclass and a.attname = 'rows') then
+    alter table pgque.sink_stage
+      add rows int, add queues text[], add types text[], add payloads text[], add all_headers text[], add all_bytes bytea[],
+      add partition_keys text[], add keys text[], add delays text[], add deliver_ats timestamptz[], add ttls text[],
+      -- Compression would cost more than the rest of staging.
+      alter queues set storage external, alter types set storage external, alter payloads set storage external,
+      alter all_headers set storage external, alter all_bytes set storage external, alter partition_keys set storage external,
+      alter keys set storage external, alter delays set storage external, alter deliver_ats set storage external, alter ttls set storage external,
+      add constraint sink_stage_arrays check (
+        case
+          when rows is null then num_nonnulls(queues, types, payloads, all_headers, all_bytes, partition_keys, keys, delays, deliver_ats, ttls) = 0
+          else num_nonnulls(payloads, all_bytes) = 1 and num_nonnulls(type, payload, headers, payload_bytes, partition_key, key, delay, deliver_at, ttl) = 0
+            and rows = all (array_remove(array[cardinality(queues), cardinality(types), cardinality(payloads), cardinality(all_headers),
+              cardinality(all_bytes), cardinality(partition_keys), cardinality(keys), cardinality(delays), cardinality(deliver_ats), cardinality(ttls)], null))
+        end),
+      add constraint sink_stage_all_headers check (all_headers is null or pgque._are_headers(all_headers));
+  end if;
   perform pgque._add_columns('pgque.subscriber', 'sub_key_concurrency int not null default 1 constraint subscriber_key_concurrency_range check (sub_key_concurrency >= 1)');
   -- A parallel restore loads the tables of an extension in any order, so they refer to
   -- each other without foreign keys.  _need_queue() does their work.
@@ -926,8 +950,6 @@ begin
       ('subscriber_queue', 'index', 'subscriber (sub_queue)'),
       ('subscriber_consumer', 'unique index', 'subscriber (sub_queue, sub_consumer) where sub_main is null'),
       ('subscriber_worker', 'unique index', 'subscriber (sub_main, sub_worker) where sub_main is not null'),
-      -- Whether an attempt has rows with options.
-      ('sink_stage_options', 'index', 'sink_stage (attempt) where key is not null or delay is not null or deliver_at is not null or ttl is not null'),
       ('window_map_id', 'index', 'window_map (map_queue, map_from, map_to, map_id_hi)'),
       ('retry_queue_queue', 'index', 'retry_queue (ev_queue, ev_id)'),
       -- The messages of one consumer that are due.  Delayed messages have no consumer (0)

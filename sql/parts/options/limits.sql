@@ -86,8 +86,8 @@ end
 $$;
 
 -- Returns how many more messages a queue takes after an id; PQ003 if fewer than
--- p_count.  Null: there is no consumer and no delayed message, so nothing counts.
--- The slowest consumer is searched; there may be ten thousand consumers.  Near the limit
+-- p_count, PQ005 if it never takes that many.  Null: there is no consumer and no delayed
+-- message, so nothing counts.  The slowest consumer is searched; there may be ten thousand consumers.  Near the limit
 -- the messages are counted, because rolled-back sends use ids too.  This is always so with
 -- an external ticker, whose event_seq may mean anything.
 create or replace function pgque._find_room(p_queue pgque.queue, p_count bigint, p_last bigint) returns bigint
@@ -108,6 +108,11 @@ begin
   v_left := p_queue.queue_max_depth - (p_last - v_oldest);
   if v_left < p_count or p_queue.queue_external_ticker or v_oldest > p_last then
     v_left := p_queue.queue_max_depth - pgque._depth(p_queue.queue_id);
+  end if;
+  if p_count > p_queue.queue_max_depth then
+    -- Not PQ003, on which callers try again.
+    perform pgque._fail('PQ005', pg_catalog.format('%s messages at once never fit into queue %I with max_depth %s', p_count, p_queue.queue_name, p_queue.queue_max_depth),
+      'Send fewer messages at a time (a stream of Spark: option maxEventsPerTrigger), or raise max_depth. Nothing was sent.');
   end if;
   if v_left < p_count then
     perform pgque._fail('PQ003', pg_catalog.format('queue full: %I', p_queue.queue_name),

@@ -312,7 +312,8 @@ $$;
 comment on function pgque.sink_begin(text, bigint) is
   'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
   'attempt and n = 0, 1, 2, ... in the order of sending. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count '
-  'from sink_commit(). Nothing is sent before that call. epoch NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 '
+  'from sink_commit(). A row may hold several messages, which costs less: rows says how many, and queues (NULL elements: queue), types, payloads or '
+  'all_bytes, all_headers, partition_keys, keys, delays, deliver_ats and ttls are arrays of that many. Nothing is sent before that call. epoch NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 '
   'the epoch is older than the sink''s newest.';
 
 -- Returns the attempts of both leaves.
@@ -321,27 +322,54 @@ language sql stable as $$
   select distinct on (a.attempt) a.* from pgque.sink_attempt a
 $$;
 
--- Returns the rows that attempts staged, with their order in the epoch, in pieces that
--- arrays can hold: of 1,000 rows, and of 16 MB or one row more.  Rows that were staged
--- for another epoch are left out.
+-- Returns the messages that attempts staged, in their order: by the attempts, n and i.
+-- Rows that were staged for another epoch are left out.
+create or replace function pgque._messages(p_sink text, p_epoch bigint, p_attempts uuid[])
+returns table (place bigint, n int, i bigint, queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text,
+  delay text, deliver_at timestamptz, ttl text)
+language sql stable as $$
+  select a.n, s.n, m.i, m.queue, m.type, m.payload, m.headers, m.payload_bytes, m.partition_key, m.key, m.delay, m.deliver_at, m.ttl
+  from (
+    select u.attempt, min(u.n) as n
+    from pg_catalog.unnest(p_attempts) with ordinality u (attempt, n)
+    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = p_sink and a.epoch is not distinct from p_epoch)
+    group by u.attempt
+    order by 2
+    offset 0
+  ) a
+  cross join lateral (
+    select * from pgque.sink_stage s where s.attempt = a.attempt order by s.n
+  ) s
+  cross join lateral (
+    select u.i, coalesce(u.queue, s.queue) as queue, coalesce(u.type, 'default') as type, u.payload, u.headers::jsonb as headers, u.payload_bytes,
+      u.partition_key, u.key, u.delay, u.deliver_at, u.ttl
+    from (
+      -- Faster than a function in FROM, which stores its rows first.
+      select pg_catalog.generate_series(1::bigint, s.rows) as i, pg_catalog.unnest(s.queues) as queue, pg_catalog.unnest(s.types) as type,
+        pg_catalog.unnest(s.payloads) as payload, pg_catalog.unnest(s.all_headers) as headers, pg_catalog.unnest(s.all_bytes) as payload_bytes,
+        pg_catalog.unnest(s.partition_keys) as partition_key, pg_catalog.unnest(s.keys) as key, pg_catalog.unnest(s.delays) as delay,
+        pg_catalog.unnest(s.deliver_ats) as deliver_at, pg_catalog.unnest(s.ttls) as ttl
+      where s.rows is not null
+    ) u
+    union all
+    select 0, s.queue, coalesce(s.type, 'default'), s.payload, s.headers, s.payload_bytes, s.partition_key, s.key, s.delay, s.deliver_at, s.ttl
+    where s.rows is null
+  ) m
+$$;
+
+-- Returns the same with its number in the epoch, in pieces that arrays can hold: of
+-- 1,000 messages, and of 16 MB or one message more.
 create or replace function pgque._staged(p_sink text, p_epoch bigint, p_attempts uuid[])
 returns table (at bigint, piece bigint[], queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
   deliver_at timestamptz, ttl text)
 language sql stable as $$
   select pg_catalog.row_number() over w,
     array[pg_catalog.row_number() over w / 1000,
-      pg_catalog.sum(coalesce(pg_catalog.octet_length(s.payload), pg_catalog.octet_length(s.payload_bytes), 0)
-        + coalesce(pg_catalog.octet_length(s.headers::text), 0)) over w / 16777216],
-    s.queue, coalesce(s.type, 'default'), s.payload, s.headers, s.payload_bytes, s.partition_key,
-    s.key, s.delay, s.deliver_at, s.ttl
-  from (
-    select u.attempt, min(u.n) as n
-    from pg_catalog.unnest(p_attempts) with ordinality u (attempt, n)
-    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = p_sink and a.epoch is not distinct from p_epoch)
-    group by u.attempt
-  ) a
-  join pgque.sink_stage s on s.attempt = a.attempt
-  window w as (order by a.n, s.n)
+      pg_catalog.sum(coalesce(pg_catalog.octet_length(m.payload), pg_catalog.octet_length(m.payload_bytes), 0)
+        + coalesce(pg_catalog.octet_length(m.headers::text), 0)) over w / 16777216],
+    m.queue, m.type, m.payload, m.headers, m.payload_bytes, m.partition_key, m.key, m.delay, m.deliver_at, m.ttl
+  from pgque._messages(p_sink, p_epoch, p_attempts) m
+  window w as (order by m.place, m.n, m.i)
 $$;
 
 -- Sends staged rows of which some have options, as send_batch() does.  All keys
@@ -451,32 +479,30 @@ begin
   -- Before anything is stored: so repeated calls for a full queue cost little.
   perform pgque._room(q, s.count)
   from (
-    select s.queue, count(*)
+    select m.queue, sum(m.count)::bigint as count
     from pgque.sink_stage s
-    where s.attempt = any ($3) and s.key is null and exists (select from pgque.queue q where q.queue_max_depth > 0)
-    group by s.queue
+    cross join lateral (
+      select coalesce(u.queue, s.queue) as queue, count(*) as count
+      from unnest(s.queues, s.keys) u (queue, key)
+      where u.key is null
+      group by 1
+      union all
+      select s.queue, coalesce(s.rows, 1) where num_nonnulls(s.queues, s.keys, s.key) = 0
+    ) m
+    where s.attempt = any ($3) and exists (select from pgque.queue q where q.queue_max_depth > 0)
+    group by m.queue
   ) s
   join pgque.queue q on q.queue_name = s.queue
   where q.queue_max_depth > 0 and q.queue_open;
   v_options := exists (
     select from pgque.sink_stage s
-    where s.attempt = any ($3) and (s.key is not null or s.delay is not null or s.deliver_at is not null or s.ttl is not null));
+    where s.attempt = any ($3) and num_nonnulls(s.key, s.delay, s.deliver_at, s.ttl, s.keys, s.delays, s.deliver_ats, s.ttls) > 0);
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
-  select coalesce(q.slot, pgque._open_slot(s.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
-    coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes, q.ends
-  from (
-    select u.attempt
-    from unnest($3) with ordinality u (attempt, n)
-    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = $1 and a.epoch is not distinct from $2)
-    group by u.attempt
-    order by min(u.n)
-    offset 0
-  ) a
-  cross join lateral (
-    select * from pgque.sink_stage s where s.attempt = a.attempt order by n
-  ) s
+  select coalesce(q.slot, pgque._open_slot(m.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
+    m.type, m.payload, m.partition_key, m.headers, m.payload_bytes, q.ends
+  from pgque._messages($1, $2, $3) m
   -- With this detour the planner caches the lookup for the rows of one queue.
-  cross join lateral (select s.queue offset 0) n
+  cross join lateral (select m.queue offset 0) n
   left join lateral (
     select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
       pgque._expires(q) as ends
@@ -500,7 +526,7 @@ comment on function pgque.sink_commit(text, bigint, uuid[], bigint, text[]) is
   'Sends the messages that these attempts staged, in one transaction and so in one tick. Returns applied, or duplicate if the sink committed this '
   'epoch before; then nothing is sent. row_count: the number of messages that must be staged. servers: what sink_servers() returned, if the epoch is spread over several servers. Attempts of the epoch that are not named are invalid '
   'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
-  'is paused; PQ005 invalid option; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
+  'is paused; PQ005 invalid option, or more messages than max_depth of a queue; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
 
 -- Returns the attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
@@ -531,8 +557,10 @@ begin
     insert into pgque.sink_attempt (attempt, sink_id, epoch, started_at, leaf)
     select a.attempt, a.sink_id, a.epoch, a.started_at, v_cur from pgque._live_attempts() a
     on conflict do nothing;
-    insert into pgque.sink_stage (attempt, n, queue, type, payload, headers, payload_bytes, partition_key, key, delay, deliver_at, ttl, leaf)
-    select s.attempt, s.n, s.queue, s.type, s.payload, s.headers, s.payload_bytes, s.partition_key, s.key, s.delay, s.deliver_at, s.ttl, v_cur
+    insert into pgque.sink_stage (attempt, n, queue, type, payload, headers, payload_bytes, partition_key, key, delay, deliver_at, ttl,
+      rows, queues, types, payloads, all_headers, all_bytes, partition_keys, keys, delays, deliver_ats, ttls, leaf)
+    select s.attempt, s.n, s.queue, s.type, s.payload, s.headers, s.payload_bytes, s.partition_key, s.key, s.delay, s.deliver_at, s.ttl,
+      s.rows, s.queues, s.types, s.payloads, s.all_headers, s.all_bytes, s.partition_keys, s.keys, s.delays, s.deliver_ats, s.ttls, v_cur
     from pgque.sink_stage s
     join pgque._live_attempts() a on a.attempt = s.attempt
     where s.leaf = 1 - v_cur

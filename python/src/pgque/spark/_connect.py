@@ -242,7 +242,7 @@ def explained_arrow(error: adbc.Error, queue: str | None = None) -> PgqueError:
         is_lost=isinstance(error, adbc.OperationalError),
         queue=queue,
     )
-    return _with_cure(known, None, queue)
+    return _with_cure(known, diag.get("PG_DIAG_CONSTRAINT_NAME"), queue)
 
 
 def _with_cure(known: PgqueError, constraint: str | None, queue: str | None) -> PgqueError:
@@ -251,7 +251,7 @@ def _with_cure(known: PgqueError, constraint: str | None, queue: str | None) -> 
     if known.sqlstate == "22021":
         text = "a string holds a NUL character or is not UTF-8, which PostgreSQL's text cannot hold"
         hint = "Replace it, for example with translate(payload, '\\u0000', ''), or send the column as binary."
-    elif constraint == "sink_stage_headers" or (known.sqlstate == "22P02" and "json" in text):
+    elif constraint == "sink_stage_all_headers" or (known.sqlstate == "22P02" and "json" in text):
         text = "column headers has a row that is no JSON object"
         hint = "Give a map<string,string>, or a string such as to_json(struct(…))."
     elif text.startswith("cannot start at "):

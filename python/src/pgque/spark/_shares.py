@@ -9,25 +9,30 @@ from __future__ import annotations
 import re
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PgqueError
-from . import _connect
+from . import _connect, _kept
 from .options import ROUND_ROBIN, Options
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from psycopg import Copy
+    from adbc_driver_manager import AdbcConnection
 
-_STAGE = re.compile(r"pgque\.\w+")
+_STAGE = re.compile(r"pgque\.(\w+)")
+
+
+def name(parsed: Options) -> str:
+    """Return what a session of a sink is called."""
+    return f"pgque-spark/{parsed.queue or 'queues'}/sink"
 
 
 def session(parsed: Options) -> _connect.Connection:
     """Open a connection of a sink."""
-    return _connect.connect(parsed.connection, f"pgque-spark/{parsed.queue or 'queues'}/sink")
+    return _connect.connect(parsed.connection, name(parsed))
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,22 @@ class _Open:
         self.server = server
         self.attempt = ""
         self.rows = 0
+        self._parsed = parsed.at(server)
         self._queue = parsed.queue
-        self._named = [sink_id, epoch]
-        self._copy: Copy | None = None
+        self._named = (sink_id, epoch)
+        self._conn: _connect.Connection | None = None
+        self._copy: AdbcConnection | None = None
         self._copying = ExitStack()
-        with _connect.of(server):
-            self.conn = session(parsed.at(server))
+        self._table = ""
+        self._staged = 0
+
+    @property
+    def conn(self) -> _connect.Connection:
+        """The connection for what is agreed on before the copy."""
+        if self._conn is None:
+            with _connect.of(self.server):
+                self._conn = session(self._parsed)
+        return self._conn
 
     def listed(self, servers: Sequence[str], *, store: bool = True) -> list[str]:
         """Store the servers of the epoch; return those that are stored. `store=False` takes them back."""
@@ -102,43 +117,88 @@ class _Open:
                 self.conn.rollback()
         return found
 
-    def write(self, columns: Sequence[str], make: Callable[[str, int], memoryview], count: int) -> None:
-        """Copy rows; `make` gets the attempt and the number of the first row."""
-        if self._copy is None:
-            self._copy = self._begin(columns)
-        data = make(self.attempt, self.rows)
-        with _connect.of(self.server), _connect.errors(self._queue):
-            self._copy.write(data)
+    def write(self, rows: pa.RecordBatch, count: int) -> None:
+        """Copy rows of the staging table, which hold `count` messages."""
+        import pyarrow as pa
+
+        with self._errors():
+            if self._copy is None:
+                self._copy = self._begin()
+            attempt = pa.array([uuid.UUID(self.attempt).bytes] * rows.num_rows, pa.binary())
+            numbers = pa.array(range(self._staged, self._staged + rows.num_rows), pa.int32())
+            arrays = [attempt, numbers, *rows.columns]
+            names = ["attempt", "n", *rows.schema.names]
+            self._do(pa.RecordBatch.from_arrays(arrays, names), ingest=self._table)
+        self._staged += rows.num_rows
         self.rows += count
 
-    def _begin(self, columns: Sequence[str]) -> Copy:
-        with _connect.of(self.server), _connect.errors(self._queue):
-            row = self.conn.execute(
-                "select s.attempt::text, s.stage from pgque.sink_begin(%s, %s) as s", self._named
-            )
-            self.attempt, stage = _connect.one(row)
-            if _STAGE.fullmatch(stage) is None:
-                raise PgqueError(f"not the name of a staging table: {stage}")
-            return self._copying.enter_context(
-                self.conn.cursor().copy(
-                    f"copy {stage} ({', '.join(columns)}) from stdin (format csv, encoding 'UTF8')".encode()
+    def _begin(self) -> AdbcConnection:
+        import pyarrow as pa
+
+        self._copy = self._copying.enter_context(
+            _kept.transaction(self._parsed.connection, name(self._parsed))
+        )
+        sink_id, epoch = self._named
+        named = {"sink_id": pa.array([sink_id], pa.string()), "epoch": pa.array([epoch], pa.int64())}
+        row = self._do(
+            pa.RecordBatch.from_pydict(named),
+            query="select s.attempt::text, s.stage from pgque.sink_begin($1, $2) as s",
+        )
+        self.attempt, stage = row
+        found = _STAGE.fullmatch(stage)
+        if found is None:
+            raise PgqueError(f"not the name of a staging table: {stage}")
+        self._table = found[1]
+        return self._copy
+
+    def _do(self, given: pa.RecordBatch, query: str | None = None, ingest: str = "") -> list[str]:
+        """Append rows to a table, or run a query with values; return the values of its row."""
+        import adbc_driver_manager as adbc
+        from adbc_driver_manager._reader import AdbcRecordBatchReader
+
+        with adbc.AdbcStatement(self._copy) as statement:
+            schema, array = given.__arrow_c_array__()
+            if query is None:
+                statement.set_options(
+                    **{
+                        "adbc.ingest.target_table": ingest,
+                        "adbc.ingest.target_db_schema": "pgque",
+                        "adbc.ingest.mode": "adbc.ingest.mode.append",
+                    }
                 )
-            )
+                statement.bind(array, schema)
+                statement.execute_update()
+                return []
+            statement.set_sql_query(query)
+            statement.bind(array, schema)
+            stream, _ = statement.execute_query()
+            found = AdbcRecordBatchReader._import_from_c(stream.address).read_all()
+            return [column[0].as_py() for column in found.columns]
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        import adbc_driver_manager as adbc
+
+        with _connect.of(self.server):
+            try:
+                yield
+            except adbc.Error as error:
+                failed = _connect.explained_arrow(error, self._queue)
+            else:
+                return
+            raise failed
 
     def finish(self) -> Share:
         """End the copy and its transaction; return what was written."""
-        with _connect.of(self.server), _connect.errors(self._queue):
+        with self._errors():
             self._copying.close()
-            self.conn.commit()
         return Share(self.server, self.attempt, self.rows)
 
     def close(self, *error: Any) -> None:
-        """Take back what is not finished, and close the connection."""
-        import psycopg
-
-        with suppress(psycopg.Error):
-            self._copying.__exit__(*error)
-        self.conn.close()
+        """Take back what is not finished, and close the connections."""
+        self._copying.__exit__(*error)
+        if self._conn is not None:
+            self._conn.close()
 
 
 class Shares:

@@ -8,7 +8,6 @@ each of them has its share of the rows, its transaction and its number of the mi
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import time
@@ -16,7 +15,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
@@ -35,8 +33,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pgque.spark")
 
-# In the order of `_csv`, after attempt, n and queue
-_COLUMNS = ("type", "payload", "headers", "partition_key", "key", "delay", "deliver_at", "ttl")
+# The staging table's arrays of messages by the columns of a frame
+_ARRAYS = {
+    "queue": "queues",
+    "type": "types",
+    "payload": "payloads",
+    "headers": "all_headers",
+    "partition_key": "partition_keys",
+    "key": "keys",
+    "delay": "delays",
+    "deliver_at": "deliver_ats",
+    "ttl": "ttls",
+}
+# Bytes of one staged row, unless one message is larger, and its messages. Larger rows cost the server more.
+_LARGEST_ROW = 4 << 20
+_MOST_MESSAGES = 1000
 # Full, paused: consumers or an administrator end it
 _NO_ROOM = frozenset({"PQ003", "PQ013"})
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
@@ -82,16 +93,14 @@ class _Writer:
             sink_id, epoch = f"task-{uuid.uuid4()}", None
         with ExitStack() as stack:
             shares = Shares(parsed, sink_id, epoch, stack)
-            names = _table_columns(self._columns, self._binary)
             over, servers = shares.any() if direct else shares.agree()
             spread = Spread(over, self._columns, parsed.spread)
             for batch in _chain(first, batches):
                 check_only_read(batch, self._only_read)
                 for server, rows in spread(batch):
-                    for start in range(0, rows.num_rows, parsed.batchSize):
-                        piece = rows.slice(start, parsed.batchSize)
-                        make = partial(_csv, piece, self._columns, parsed.queue, self._binary)
-                        shares[server].write(names, make, piece.num_rows)
+                    columns = _columns(rows, self._columns, parsed.queue, self._binary)
+                    most = min(parsed.batchSize, _MOST_MESSAGES)
+                    shares[server].write(_staged(columns, parsed.queue, most), rows.num_rows)
             found = shares.finish()
         if not direct:
             return Staged(sink_id, epoch, found, servers)
@@ -216,78 +225,85 @@ def _chain(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa
     yield from rest
 
 
-def _table_columns(columns: Mapping[str, str], binary: bool) -> list[str]:
-    """Return the staging table's columns in the order of `_csv`."""
-    found = [
-        "payload_bytes" if binary and name == "payload" else name for name in _COLUMNS if name in columns
-    ]
-    return ["attempt", "n", "queue", *found]
-
-
-def _csv(
-    batch: pa.RecordBatch,
-    columns: Mapping[str, str],
-    queue: str | None,
-    binary: bool,
-    attempt: str,
-    first: int,
-) -> memoryview:
-    """Return rows as CSV for COPY: every value in quotes, so that a null is what has none.
+def _columns(
+    batch: pa.RecordBatch, columns: Mapping[str, str], queue: str | None, binary: bool
+) -> dict[str, pa.Array]:
+    """Return the messages of rows by the arrays of the staging table. Columns of nulls alone are left out.
 
     Raises PgqueBadArgumentError for nulls in queue.
     """
     import pyarrow as pa
-    from pyarrow import csv
 
-    count = batch.num_rows
-    arrays = [
-        pa.repeat(attempt, count),
-        pa.array(range(first, first + count), pa.int32()),
-        _queues(batch, columns, queue),
-    ]
-    for name in _COLUMNS:
-        if name in columns:
-            column = batch.column(columns[name])
-            if name == "payload" and binary:
-                column = _hexadecimal(column)
-            elif name == "headers":
-                column = _headers(column)
-            elif name in {"delay", "ttl"} and not pa.types.is_string(column.type):
-                # CSV has 0E-18 for zero, which is no interval.
-                column = pa.array([None if v is None else f"{v:f}" for v in column.to_pylist()], pa.string())
-            elif name == "deliver_at":
-                # Spark knows zones that Arrow does not, such as Z and GMT+3.
-                column = column.cast(pa.timestamp("us", "UTC"))
-            arrays.append(column)
-    names = [str(number) for number in range(len(arrays))]
-    out = io.BytesIO()
-    csv.write_csv(
-        pa.RecordBatch.from_arrays(arrays, names=names),
-        out,
-        csv.WriteOptions(include_header=False, quoting_style="all_valid", batch_size=count),
-    )
-    return out.getbuffer()
+    found: dict[str, pa.Array] = {}
+    for name, array in _ARRAYS.items():
+        if name not in columns:
+            continue
+        column = batch.column(columns[name])
+        if name == "queue":
+            column = _queues(column, queue)
+        elif name == "headers":
+            column = _headers(column)
+        elif name in {"delay", "ttl"} and not pa.types.is_string(column.type):
+            # Arrow writes 0E-18 for zero, which is no interval.
+            column = pa.array([None if v is None else f"{v:f}" for v in column.to_pylist()], pa.string())
+        elif name == "deliver_at":
+            # Spark knows zones that Arrow does not, such as Z and GMT+3.
+            column = column.cast(pa.timestamp("us", "UTC"))
+        if name == "payload":
+            found["all_bytes" if binary else array] = column
+        elif column.null_count < len(column):
+            found[array] = column
+    return found
 
 
-def _queues(batch: pa.RecordBatch, columns: Mapping[str, str], queue: str | None) -> pa.Array:
+def _staged(columns: Mapping[str, pa.Array], queue: str | None, most: int) -> pa.RecordBatch:
+    """Return rows of the staging table, each of which holds up to `most` messages."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if "queue" not in columns:
-        return pa.repeat(queue, batch.num_rows)
-    column = batch.column(columns["queue"])
+    count = len(next(iter(columns.values())))
+    starts = [*range(0, count, most)]
+    sizes = [
+        pc.fill_null(pc.binary_length(column), 0).cast(pa.int64())
+        for name, column in columns.items()
+        if name != "deliver_ats"
+    ]
+    total = sizes[0]
+    for size in sizes[1:]:
+        total = pc.add(total, size)
+    if pc.sum(total).as_py() > _LARGEST_ROW:
+        starts, held = [], 0
+        for number, size in enumerate(total.to_pylist()):
+            held += size
+            if not starts or held > _LARGEST_ROW or number - starts[-1] == most:
+                starts.append(number)
+                held = size
+    offsets = pa.array([*starts, count], pa.int32())
+    rows = [end - start for start, end in zip(starts, [*starts[1:], count], strict=True)]
+    queues = [queue or ""] * len(rows)
+    if "queues" in columns:
+        queues = columns["queues"].take(pa.array(starts)).to_pylist()
+    arrays = {
+        "queue": pa.array(queues, pa.string()),
+        "rows": pa.array(rows, pa.int32()),
+        **{name: pa.ListArray.from_arrays(offsets, _plain(column)) for name, column in columns.items()},
+    }
+    return pa.RecordBatch.from_pydict(arrays)
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """Return an array that begins with its buffers, as a list of slices needs it."""
+    import pyarrow as pa
+
+    return pa.concat_arrays([column])
+
+
+def _queues(column: pa.Array, queue: str | None) -> pa.Array:
+    import pyarrow.compute as pc
+
     if column.null_count and queue is None:
         raise PgqueBadArgumentError(NULL_QUEUE)
     return pc.fill_null(column, queue) if column.null_count else column
-
-
-def _hexadecimal(column: pa.Array) -> pa.Array:
-    """Return bytes as PostgreSQL reads them in COPY."""
-    import pyarrow as pa
-
-    return pa.array(
-        [None if value is None else "\\x" + value.hex() for value in column.to_pylist()], pa.string()
-    )
 
 
 def _headers(column: pa.Array) -> pa.Array:
