@@ -54,7 +54,7 @@ declare
   v_before   int[];
   v_local    bool;
   v_role     text;
-  v_version  text := '0.10.0';   -- what pgque.version() below returns
+  v_version  text := '0.11.0';   -- what pgque.version() below returns
 begin
   perform pg_catalog.set_config('client_min_messages', 'warning', true);
   -- Objects of other roles in schema public must not run here, also if the file runs
@@ -193,7 +193,7 @@ comment on domain pgque.caller is
   'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.10.0'::text $$;
+language sql immutable as $$ select '0.11.0'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- Drops a function of an earlier version.  If a view uses it, it only gets another name.
@@ -1019,12 +1019,18 @@ create table if not exists pgque.idempotency (
 ) partition by list (leaf);
 comment on table pgque.idempotency is 'Keys of send_idem() until their ttl ends. Internal.';
 
--- Messages that sinks have staged and not committed, in two leaves.  A sequence holds
+-- Messages that sinks have staged and not committed, in two leaves.  A row holds one
+-- message, or as many as rows says in arrays, which costs less.  A sequence holds
 -- the number of the current leaf, because a change of it leaves no dead row.  The
 -- tables are not unlogged, as no table here is: if PostgreSQL crashes right after a
 -- rolled-back TRUNCATE of an unlogged table, the next start can fail with "could not
 -- create file ...: File exists".
 create sequence if not exists pgque.sink_leaf as int minvalue 0 maxvalue 1;
+
+-- Returns whether each text is a JSON object or null; 22P02 if one is no JSON.
+create or replace function pgque._are_headers(p_headers text[]) returns boolean
+language sql immutable as $$ select coalesce(pg_catalog.bool_and(pg_catalog.jsonb_typeof(h::jsonb) = 'object'), true) from pg_catalog.unnest(p_headers) h $$;
+
 
 create table if not exists pgque.sink_attempt (
   attempt     uuid not null,
@@ -1268,6 +1274,24 @@ begin
     queue_max_window int not null default 0 constraint queue_max_window_range check (queue_max_window >= 0)$c$);
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
+  drop index if exists pgque.sink_stage_options;
+  if not exists (select from pg_attribute a where a.attrelid = 'pgque.sink_stage'::regclass and a.attname = 'rows') then
+    alter table pgque.sink_stage
+      add rows int, add queues text[], add types text[], add payloads text[], add all_headers text[], add all_bytes bytea[],
+      add partition_keys text[], add keys text[], add delays text[], add deliver_ats timestamptz[], add ttls text[],
+      -- Compression would cost more than the rest of staging.
+      alter queues set storage external, alter types set storage external, alter payloads set storage external,
+      alter all_headers set storage external, alter all_bytes set storage external, alter partition_keys set storage external,
+      alter keys set storage external, alter delays set storage external, alter deliver_ats set storage external, alter ttls set storage external,
+      add constraint sink_stage_arrays check (
+        case
+          when rows is null then num_nonnulls(queues, types, payloads, all_headers, all_bytes, partition_keys, keys, delays, deliver_ats, ttls) = 0
+          else num_nonnulls(payloads, all_bytes) = 1 and num_nonnulls(type, payload, headers, payload_bytes, partition_key, key, delay, deliver_at, ttl) = 0
+            and rows = all (array_remove(array[cardinality(queues), cardinality(types), cardinality(payloads), cardinality(all_headers),
+              cardinality(all_bytes), cardinality(partition_keys), cardinality(keys), cardinality(delays), cardinality(deliver_ats), cardinality(ttls)], null))
+        end),
+      add constraint sink_stage_all_headers check (all_headers is null or pgque._are_headers(all_headers));
+  end if;
   perform pgque._add_columns('pgque.subscriber', 'sub_key_concurrency int not null default 1 constraint subscriber_key_concurrency_range check (sub_key_concurrency >= 1)');
   -- A parallel restore loads the tables of an extension in any order, so they refer to
   -- each other without foreign keys.  _need_queue() does their work.
@@ -1325,7 +1349,8 @@ comment on column pgque.queue.queue_max_consumers is
   'How many consumers a queue may have, subconsumers included; 0: no limit. Beyond it subscribe() fails with PQ003 for roles that have a right to '
   'this queue only. Only a member of pgque_admin sets it. Unit: consumers.';
 comment on column pgque.queue.queue_health_pending_warn is
-  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter.';
+  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter, and '
+  'a queue without a consumer is no reason to warn.';
 comment on column pgque.queue.queue_health_pending_fail is
   'health() fails when a consumer''s oldest pending message is older than this, or older than retention_period. 0: only the latter. health() warns '
   'of messages that a worker has leased for longer than this and than ten times visibility_timeout; 0: never.';
@@ -1348,8 +1373,6 @@ begin
       ('subscriber_queue', 'index', 'subscriber (sub_queue)'),
       ('subscriber_consumer', 'unique index', 'subscriber (sub_queue, sub_consumer) where sub_main is null'),
       ('subscriber_worker', 'unique index', 'subscriber (sub_main, sub_worker) where sub_main is not null'),
-      -- Whether an attempt has rows with options.
-      ('sink_stage_options', 'index', 'sink_stage (attempt) where key is not null or delay is not null or deliver_at is not null or ttl is not null'),
       ('window_map_id', 'index', 'window_map (map_queue, map_from, map_to, map_id_hi)'),
       ('retry_queue_queue', 'index', 'retry_queue (ev_queue, ev_id)'),
       -- The messages of one consumer that are due.  Delayed messages have no consumer (0)
@@ -2843,13 +2866,13 @@ create or replace function pgque.send_batch(queue_name text, payloads text[]) re
 language sql as $$ select pgque._send_many($1, 'default', $2) $$;
 comment on function pgque.send_batch(text, text[]) is
   'Sends many texts of type default without options, all or none, and returns their ids in the order of payloads. Errors: PQ001 no such queue; '
-  'PQ003 the queue is full; PQ005 payloads is NULL; PQ013 the queue is paused.';
+  'PQ003 the queue is full; PQ005 payloads is NULL, or more than max_depth; PQ013 the queue is paused.';
 
 create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
 comment on function pgque.send_batch(text, jsonb[]) is
   'Sends many JSON values of type default without options, all or none, and returns their ids in the order of payloads. Errors: PQ001 no such '
-  'queue; PQ003 the queue is full; PQ005 payloads is NULL; PQ013 the queue is paused.';
+  'queue; PQ003 the queue is full; PQ005 payloads is NULL, or more than max_depth; PQ013 the queue is paused.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads text[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -8281,8 +8304,8 @@ end
 $$;
 
 -- Returns how many more messages a queue takes after an id; PQ003 if fewer than
--- p_count.  Null: there is no consumer and no delayed message, so nothing counts.
--- The slowest consumer is searched; there may be ten thousand consumers.  Near the limit
+-- p_count, PQ005 if it never takes that many.  Null: there is no consumer and no delayed
+-- message, so nothing counts.  The slowest consumer is searched; there may be ten thousand consumers.  Near the limit
 -- the messages are counted, because rolled-back sends use ids too.  This is always so with
 -- an external ticker, whose event_seq may mean anything.
 create or replace function pgque._find_room(p_queue pgque.queue, p_count bigint, p_last bigint) returns bigint
@@ -8303,6 +8326,11 @@ begin
   v_left := p_queue.queue_max_depth - (p_last - v_oldest);
   if v_left < p_count or p_queue.queue_external_ticker or v_oldest > p_last then
     v_left := p_queue.queue_max_depth - pgque._depth(p_queue.queue_id);
+  end if;
+  if p_count > p_queue.queue_max_depth then
+    -- Not PQ003, on which callers try again.
+    perform pgque._fail('PQ005', pg_catalog.format('%s messages at once never fit into queue %I with max_depth %s', p_count, p_queue.queue_name, p_queue.queue_max_depth),
+      'Send fewer messages at a time (a stream of Spark: option maxEventsPerTrigger), or raise max_depth. Nothing was sent.');
   end if;
   if v_left < p_count then
     perform pgque._fail('PQ003', pg_catalog.format('queue full: %I', p_queue.queue_name),
@@ -10735,7 +10763,8 @@ $$;
 comment on function pgque.sink_begin(text, bigint) is
   'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
   'attempt and n = 0, 1, 2, ... in the order of sending. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count '
-  'from sink_commit(). Nothing is sent before that call. epoch NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 '
+  'from sink_commit(). A row may hold several messages, which costs less: rows says how many, and queues (NULL elements: queue), types, payloads or '
+  'all_bytes, all_headers, partition_keys, keys, delays, deliver_ats and ttls are arrays of that many. Nothing is sent before that call. epoch NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 '
   'the epoch is older than the sink''s newest.';
 
 -- Returns the attempts of both leaves.
@@ -10744,27 +10773,54 @@ language sql stable as $$
   select distinct on (a.attempt) a.* from pgque.sink_attempt a
 $$;
 
--- Returns the rows that attempts staged, with their order in the epoch, in pieces that
--- arrays can hold: of 1,000 rows, and of 16 MB or one row more.  Rows that were staged
--- for another epoch are left out.
+-- Returns the messages that attempts staged, in their order: by the attempts, n and i.
+-- Rows that were staged for another epoch are left out.
+create or replace function pgque._messages(p_sink text, p_epoch bigint, p_attempts uuid[])
+returns table (place bigint, n int, i bigint, queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text,
+  delay text, deliver_at timestamptz, ttl text)
+language sql stable as $$
+  select a.n, s.n, m.i, m.queue, m.type, m.payload, m.headers, m.payload_bytes, m.partition_key, m.key, m.delay, m.deliver_at, m.ttl
+  from (
+    select u.attempt, min(u.n) as n
+    from pg_catalog.unnest(p_attempts) with ordinality u (attempt, n)
+    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = p_sink and a.epoch is not distinct from p_epoch)
+    group by u.attempt
+    order by 2
+    offset 0
+  ) a
+  cross join lateral (
+    select * from pgque.sink_stage s where s.attempt = a.attempt order by s.n
+  ) s
+  cross join lateral (
+    select u.i, coalesce(u.queue, s.queue) as queue, coalesce(u.type, 'default') as type, u.payload, u.headers::jsonb as headers, u.payload_bytes,
+      u.partition_key, u.key, u.delay, u.deliver_at, u.ttl
+    from (
+      -- Faster than a function in FROM, which stores its rows first.
+      select pg_catalog.generate_series(1::bigint, s.rows) as i, pg_catalog.unnest(s.queues) as queue, pg_catalog.unnest(s.types) as type,
+        pg_catalog.unnest(s.payloads) as payload, pg_catalog.unnest(s.all_headers) as headers, pg_catalog.unnest(s.all_bytes) as payload_bytes,
+        pg_catalog.unnest(s.partition_keys) as partition_key, pg_catalog.unnest(s.keys) as key, pg_catalog.unnest(s.delays) as delay,
+        pg_catalog.unnest(s.deliver_ats) as deliver_at, pg_catalog.unnest(s.ttls) as ttl
+      where s.rows is not null
+    ) u
+    union all
+    select 0, s.queue, coalesce(s.type, 'default'), s.payload, s.headers, s.payload_bytes, s.partition_key, s.key, s.delay, s.deliver_at, s.ttl
+    where s.rows is null
+  ) m
+$$;
+
+-- Returns the same with its number in the epoch, in pieces that arrays can hold: of
+-- 1,000 messages, and of 16 MB or one message more.
 create or replace function pgque._staged(p_sink text, p_epoch bigint, p_attempts uuid[])
 returns table (at bigint, piece bigint[], queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
   deliver_at timestamptz, ttl text)
 language sql stable as $$
   select pg_catalog.row_number() over w,
     array[pg_catalog.row_number() over w / 1000,
-      pg_catalog.sum(coalesce(pg_catalog.octet_length(s.payload), pg_catalog.octet_length(s.payload_bytes), 0)
-        + coalesce(pg_catalog.octet_length(s.headers::text), 0)) over w / 16777216],
-    s.queue, coalesce(s.type, 'default'), s.payload, s.headers, s.payload_bytes, s.partition_key,
-    s.key, s.delay, s.deliver_at, s.ttl
-  from (
-    select u.attempt, min(u.n) as n
-    from pg_catalog.unnest(p_attempts) with ordinality u (attempt, n)
-    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = p_sink and a.epoch is not distinct from p_epoch)
-    group by u.attempt
-  ) a
-  join pgque.sink_stage s on s.attempt = a.attempt
-  window w as (order by a.n, s.n)
+      pg_catalog.sum(coalesce(pg_catalog.octet_length(m.payload), pg_catalog.octet_length(m.payload_bytes), 0)
+        + coalesce(pg_catalog.octet_length(m.headers::text), 0)) over w / 16777216],
+    m.queue, m.type, m.payload, m.headers, m.payload_bytes, m.partition_key, m.key, m.delay, m.deliver_at, m.ttl
+  from pgque._messages(p_sink, p_epoch, p_attempts) m
+  window w as (order by m.place, m.n, m.i)
 $$;
 
 -- Sends staged rows of which some have options, as send_batch() does.  All keys
@@ -10874,32 +10930,30 @@ begin
   -- Before anything is stored: so repeated calls for a full queue cost little.
   perform pgque._room(q, s.count)
   from (
-    select s.queue, count(*)
+    select m.queue, sum(m.count)::bigint as count
     from pgque.sink_stage s
-    where s.attempt = any ($3) and s.key is null and exists (select from pgque.queue q where q.queue_max_depth > 0)
-    group by s.queue
+    cross join lateral (
+      select coalesce(u.queue, s.queue) as queue, count(*) as count
+      from unnest(s.queues, s.keys) u (queue, key)
+      where u.key is null
+      group by 1
+      union all
+      select s.queue, coalesce(s.rows, 1) where num_nonnulls(s.queues, s.keys, s.key) = 0
+    ) m
+    where s.attempt = any ($3) and exists (select from pgque.queue q where q.queue_max_depth > 0)
+    group by m.queue
   ) s
   join pgque.queue q on q.queue_name = s.queue
   where q.queue_max_depth > 0 and q.queue_open;
   v_options := exists (
     select from pgque.sink_stage s
-    where s.attempt = any ($3) and (s.key is not null or s.delay is not null or s.deliver_at is not null or s.ttl is not null));
+    where s.attempt = any ($3) and num_nonnulls(s.key, s.delay, s.deliver_at, s.ttl, s.keys, s.delays, s.deliver_ats, s.ttls) > 0);
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
-  select coalesce(q.slot, pgque._open_slot(s.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
-    coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes, q.ends
-  from (
-    select u.attempt
-    from unnest($3) with ordinality u (attempt, n)
-    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = $1 and a.epoch is not distinct from $2)
-    group by u.attempt
-    order by min(u.n)
-    offset 0
-  ) a
-  cross join lateral (
-    select * from pgque.sink_stage s where s.attempt = a.attempt order by n
-  ) s
+  select coalesce(q.slot, pgque._open_slot(m.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
+    m.type, m.payload, m.partition_key, m.headers, m.payload_bytes, q.ends
+  from pgque._messages($1, $2, $3) m
   -- With this detour the planner caches the lookup for the rows of one queue.
-  cross join lateral (select s.queue offset 0) n
+  cross join lateral (select m.queue offset 0) n
   left join lateral (
     select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
       pgque._expires(q) as ends
@@ -10923,7 +10977,7 @@ comment on function pgque.sink_commit(text, bigint, uuid[], bigint, text[]) is
   'Sends the messages that these attempts staged, in one transaction and so in one tick. Returns applied, or duplicate if the sink committed this '
   'epoch before; then nothing is sent. row_count: the number of messages that must be staged. servers: what sink_servers() returned, if the epoch is spread over several servers. Attempts of the epoch that are not named are invalid '
   'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
-  'is paused; PQ005 invalid option; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
+  'is paused; PQ005 invalid option, or more messages than max_depth of a queue; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
 
 -- Returns the attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
@@ -10954,8 +11008,10 @@ begin
     insert into pgque.sink_attempt (attempt, sink_id, epoch, started_at, leaf)
     select a.attempt, a.sink_id, a.epoch, a.started_at, v_cur from pgque._live_attempts() a
     on conflict do nothing;
-    insert into pgque.sink_stage (attempt, n, queue, type, payload, headers, payload_bytes, partition_key, key, delay, deliver_at, ttl, leaf)
-    select s.attempt, s.n, s.queue, s.type, s.payload, s.headers, s.payload_bytes, s.partition_key, s.key, s.delay, s.deliver_at, s.ttl, v_cur
+    insert into pgque.sink_stage (attempt, n, queue, type, payload, headers, payload_bytes, partition_key, key, delay, deliver_at, ttl,
+      rows, queues, types, payloads, all_headers, all_bytes, partition_keys, keys, delays, deliver_ats, ttls, leaf)
+    select s.attempt, s.n, s.queue, s.type, s.payload, s.headers, s.payload_bytes, s.partition_key, s.key, s.delay, s.deliver_at, s.ttl,
+      s.rows, s.queues, s.types, s.payloads, s.all_headers, s.all_bytes, s.partition_keys, s.keys, s.delays, s.deliver_ats, s.ttls, v_cur
     from pgque.sink_stage s
     join pgque._live_attempts() a on a.attempt = s.attempt
     where s.leaf = 1 - v_cur
@@ -11088,11 +11144,14 @@ create or replace function pgque._need_tick(p_queue pgque.queue, p_tick_id bigin
 language plpgsql as $$
 declare
   v_tick  pgque.tick := pgque._tick(p_queue.queue_id, p_tick_id);
+  v_last  bigint;
 begin
   if v_tick.tick_id is null then
     perform pgque._not_future_tick(p_queue, p_tick_id);
-    perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
-        (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
+    v_last := (pgque._last_tick(p_queue)).tick_id;
+    perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ', coalesce(p_tick_id::text, 'null'), p_queue.queue_name)
+        -- A snapshot from before all its tables were emptied
+        || case when v_last is null then 'none that this transaction sees' else pg_catalog.format('ticks %s to %s', (pgque._find_tick(p_queue, 'earliest')).tick_id, v_last) end,
       'Start at a later tick. To keep ticks and events until you have read them, subscribe a consumer: rotation deletes those that all consumers have passed.');
   end if;
   return v_tick;
@@ -11209,9 +11268,11 @@ begin
 end
 $$;
 
--- The same window is split in the same way as long as its ticks are stored.
+-- The same window is split in the same way as long as its ticks are stored: by their
+-- event sequences alone.
 create or replace function pgque.split_window(
-  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, incarnation uuid default null, caller pgque.caller default current_user, out part int
+  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, incarnation uuid default null, out part int,
+  inout after_id bigint default null, inout upto_id bigint default null, caller pgque.caller default current_user
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -11225,35 +11286,44 @@ begin
   end if;
   v_from := pgque._need_tick(v_queue, $2);
   v_to := pgque._need_tick(v_queue, $3);
-  -- The share of events of one piece.  A run is the ticks that begin within one share.
-  -- It makes as many pieces as shares pass until the next run.
+  -- The share of events of one piece.  A run is the ticks that begin within one share; a
+  -- part of a window is one run.  A run makes as many pieces as shares pass until the next
+  -- run.  The first piece of a run has no lower bound and the last no upper one: the
+  -- window also has ids that were drawn before its first tick.
   v_share := greatest((v_to.tick_event_seq - v_from.tick_event_seq + $4 - 1) / $4, 1);
   return query execute format(
     $q$
-    select r.from_tick, r.to_tick, p.parts, g.part
+    select r.from_tick, r.to_tick, p.parts, g.part,
+      case g.part when 0 then $6 else p.lo + p.step * g.part end, case g.part when p.parts - 1 then $7 else p.lo + p.step * (g.part + 1) end
     from (
-      select min(t.prev) as from_tick, max(t.tick_id) as to_tick, t.share,
+      select min(t.prev) as from_tick, max(t.tick_id) as to_tick, min(t.prev_seq) as lo, max(t.tick_event_seq) as hi,
         coalesce(lead(t.share) over (order by t.share), ($4 + $5 - 1) / $5) - t.share as shares
       from (
         -- A tick that begins at the end belongs to the last share.
-        select t.tick_id, lag(t.tick_id, 1, $1) over w as prev, least(lag(t.tick_event_seq, 1, $3) over w - $3, greatest($4 - 1, 0)) / $5 as share
-        from (%s) t
-        where t.tick_id > $1 and t.tick_id <= $2
-        window w as (order by t.tick_id)
+        select t.*, case when coalesce($6, $7) is null then least(t.prev_seq - $3, greatest($4 - 1, 0)) / $5 else 0 end as share
+        from (
+          select t.tick_id, t.tick_event_seq, lag(t.tick_id, 1, $1) over w as prev, lag(t.tick_event_seq, 1, $3) over w as prev_seq
+          from (%s) t
+          where t.tick_id > $1 and t.tick_id <= $2
+          window w as (order by t.tick_id)
+        ) t
       ) t
       group by t.share
     ) r
-    cross join lateral (select greatest(r.shares, 1)::int as parts) p
+    cross join lateral (select greatest(r.lo, $6) as lo, least(r.hi, $7) as hi) i
+    cross join lateral (select greatest(case when coalesce($6, $7) is null then r.shares else least(i.hi - i.lo, $8) end, 1)::int) n (parts)
+    cross join lateral (select n.parts, i.lo, greatest(i.hi - i.lo, 0) / n.parts as step) p
     cross join lateral generate_series(0, p.parts - 1) g (part)
     order by r.from_tick, g.part
     $q$, pgque._ticks_sql(v_queue.queue_id))
-  using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share;
+  using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share, after_id, upto_id, $4;
 end
 $$;
-comment on function pgque.split_window(text, bigint, bigint, int, uuid, pgque.caller) is
-  'Splits the window between two ticks into at most parts pieces with about as many events each. Each row holds the arguments of a call of '
-  'read_window(). A piece is a run of ticks, or one remainder of the ids of a tick with many events. incarnation: see queue_incarnation(). Errors: PQ001 no such '
-  'queue; PQ005 no such window; PQ015 a tick is not stored, or the queue is another incarnation.';
+comment on function pgque.split_window(text, bigint, bigint, int, uuid, bigint, bigint, pgque.caller) is
+  'Splits the window between two ticks into at most parts pieces with about as many events each: runs of ticks, and ranges of ids of a tick with many events. Each row '
+  'has the arguments of a call of read_window(): from_tick, to_tick, after_id and upto_id. Earlier versions of the client use parts and part (a remainder of the ids) '
+  'instead of the ids: a reader needs one of the two. after_id, upto_id: split only this part of the window; see next_window(). incarnation: see queue_incarnation(). '
+  'Errors: PQ001 no such queue; PQ005 no such window; PQ015 a tick is not stored, or the queue is another incarnation.';
 
 -- Refuses a window, or a part of one, with PQ005.
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
@@ -11269,7 +11339,7 @@ $$;
 -- with the clock.
 create or replace function pgque._window_sql(
   p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_incarnation uuid, p_caller name,
-  p_after bigint default null, p_upto bigint default null
+  p_after bigint default null, p_upto bigint default null, p_columns text[] default null, p_ordered boolean default true, p_by_key boolean default false
 ) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
@@ -11286,11 +11356,54 @@ begin
   v_cond := pg_catalog.format('(e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
     || pgque._row_condition(p_queue, p_consumer, p_after, p_upto)
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
-    || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
+    || case when p_parts = 1 then '' else pg_catalog.format(' and %s %% %s = %s', case when p_by_key
+      then '(coalesce(hashtextextended(coalesce(e.ev_key, e.ev_extra1) collate "C", 0), e.ev_id) & 9223372036854775807)' else 'e.ev_id' end, p_parts, p_part) end;
   -- The bodies of a key have one id: the newest comes last, and then a retry.
-  return pg_catalog.format('select %s from (%s) e order by e.ev_id, coalesce(e.ev_owner, 0) > 0, coalesce(e.ev_retry, 0)', pgque._event_columns(),
-    pgque._rows_of_window_sql(v_queue.queue_id, pgque._part_of_window(v_from, v_to, p_after, p_upto), v_cond));
+  return pg_catalog.format('select %s from (%s) e', pgque._read_columns(v_queue.queue_name, p_columns),
+      pgque._rows_of_window_sql(v_queue.queue_id, pgque._part_of_window(v_from, v_to, p_after, p_upto), v_cond))
+    || case when p_ordered then ' order by e.ev_id, coalesce(e.ev_owner, 0) > 0, coalesce(e.ev_retry, 0)' else '' end;
 end
+$$;
+
+-- Returns the list of what a reader selects from rows e: columns of read_window(), or what
+-- Spark makes of them.  A query that computes it itself would need the rows of a function,
+-- which the server stores before it returns the first.
+create or replace function pgque._read_columns(p_queue text, p_columns text[]) returns text
+language plpgsql as $$
+declare
+  v_found    text;
+  v_unknown  text;
+begin
+  if p_columns is null then
+    return pgque._event_columns();
+  end if;
+  select pg_catalog.string_agg(coalesce(m.what || ' as ' || c.name, 'e.' || v.name), ', ' order by c.n),
+    min(coalesce(c.name, 'null')) filter (where coalesce(m.name, v.name) is null)
+  into v_found, v_unknown
+  from pg_catalog.unnest(p_columns) with ordinality c (name, n)
+  left join (values
+    ('key', 'coalesce(e.ev_key, e.ev_extra1)'),
+    ('payload', $q$coalesce(e.ev_bytes, pg_catalog.convert_to(e.ev_data, 'UTF8'))$q$),
+    ('header_names', 'case when e.ev_headers is not null then array(select h.key from pg_catalog.jsonb_each_text(e.ev_headers) h) end'),
+    ('header_values', 'case when e.ev_headers is not null then array(select h.value from pg_catalog.jsonb_each_text(e.ev_headers) h) end')
+  ) m (name, what) on m.name = c.name
+  left join pg_catalog.regexp_split_to_table(pg_catalog.replace(pgque._event_columns(), 'e.', ''), ', ') v (name) on v.name = c.name;
+  if v_found is null or v_unknown is not null then
+    perform pgque._fail('PQ005', pg_catalog.format('no such column: %s, to read from queue %I', coalesce(v_unknown, 'none given'), p_queue),
+      pg_catalog.format('Choose from %s, key, payload, header_names and header_values, or leave the argument columns out for those of read_window().',
+        pg_catalog.replace(pgque._event_columns(), 'e.', '')));
+  end if;
+  return v_found;
+end
+$$;
+
+-- Returns how many rows one FETCH should get: these are in the memory of the server and of
+-- the client at once.  Rows are below 2 kB, or compressed to that, if no table has TOAST.
+create or replace function pgque._rows_to_fetch(p_queue_id int) returns int
+language sql stable as $$
+  select case when bool_or(pg_catalog.pg_relation_size(c.reltoastrelid) > 0) then 200 else 2000 end
+  from pg_catalog.generate_series(0, 2) n
+  join pg_catalog.pg_class c on c.oid = pg_catalog.to_regclass(pg_catalog.format('pgque.event_%s_%s', p_queue_id, n))
 $$;
 
 -- Not stable: the tick may be younger than the calling statement.
@@ -11313,24 +11426,37 @@ comment on function pgque.read_window(text, bigint, bigint, text, text[], int, i
   'incarnation: see queue_incarnation(); without it, a queue that was created again can have other events between ticks with these ids. '
   'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another incarnation.';
 
+-- A cursor streams: the rows of a function are all stored before the first is returned.
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
   parts int default 1, part int default 0, incarnation uuid default null, after_id bigint default null, upto_id bigint default null,
-  caller pgque.caller default current_user
-) returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
-declare
-  v_cursor  refcursor := $1;
+  columns text[] default null, ordered boolean default true, by_key boolean default false, caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set work_mem = '64MB' set jit = off as $$
 begin
-  if coalesce($1, '') = '' then
-    perform pgque._fail('PQ005', format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
-      'Pass any name that is free in this transaction, and FETCH from it.');
-  end if;
-  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller, after_id, upto_id);
+  perform pgque._open_cursor($1, $2, pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller, after_id, upto_id, $12, ordered, by_key));
+  return pgque._rows_to_fetch((pgque._queue($2, caller, 'consume')).queue_id);
 end
 $$;
-comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of read_window(). Read it with FETCH in the same transaction.';
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, text[], boolean, boolean, pgque.caller) is
+  'Opens a cursor named cursor_name over the rows of read_window(), and returns how many rows to FETCH at once, in the same transaction: 2000, or 200 if the queue may have rows above 2 kB. '
+  'It is the fastest way to read a window: the server stores no rows. columns: only these columns of read_window(), or key (the key or the partition key), payload (as bytes), '
+  'header_names, header_values. ordered: by id; false is cheaper. A sort takes up to the work_mem of the session. by_key: parts and part divide the keys instead of the ids, '
+  'so that each key is in one part; messages without a key are divided by id. Errors: those of read_window(); PQ005 no such column; 42P03 the transaction has a cursor with this name.';
+
+-- Opens a cursor over a query.
+create or replace function pgque._open_cursor(p_cursor text, p_queue text, p_sql text) returns void
+language plpgsql as $$
+declare
+  v_cursor  refcursor := p_cursor;
+begin
+  if coalesce(p_cursor, '') = '' then
+    perform pgque._fail('PQ005', pg_catalog.format('a cursor over queue %s needs a name', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'Pass any name that is free in this transaction, and FETCH from it.');
+  end if;
+  open v_cursor no scroll for execute p_sql;
+end
+$$;
 
 -- Waits for senders that replace a body, as subscribe() does: otherwise the consumer
 -- would pass the body that they commit later.
@@ -11801,6 +11927,20 @@ comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[
   'ev_txid may be NULL. types: only messages of these types. Each call returns the same messages, but for those that are deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by '
   'drop_policy drop, or because they expire. Messages that went to a dead_letter_queue are not among them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
   'stand at tick_id, or the queue is another incarnation.';
+
+create or replace function pgque.archive_read_cursor(
+  cursor_name text, queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, incarnation uuid default null,
+  columns text[] default null, caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set work_mem = '64MB' set jit = off as $$
+begin
+  perform pgque._open_cursor($1, $2, pgque._archived_sql(pgque._need_incarnation(pgque._queue($2, caller, 'admin'), incarnation), $3, $4, $5, $6, $7, pgque._read_columns($2, $9)));
+  return 200;
+end
+$$;
+comment on function pgque.archive_read_cursor(text, text, text, bigint, bigint, bigint, text[], uuid, text[], pgque.caller) is
+  'Opens a cursor named cursor_name over the rows of archive_read(), and returns how many rows to FETCH at once, in the same transaction. columns: as in read_window_cursor(). '
+  'Errors: those of archive_read(); PQ005 no such column; 42P03 the transaction has a cursor with this name.';
 -- ---------------------------------------------------------------------------
 -- restore: whether a dump was loaded completely
 -- ---------------------------------------------------------------------------
@@ -15071,7 +15211,7 @@ begin
   if p_consumers = 0 then
     detail := 'no consumer';
     execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
-    if v_unread > 0 then
+    if v_unread > 0 and p_queue.queue_health_pending_warn > '0' then
       status := 'warn';
       detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
       advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
@@ -16009,13 +16149,13 @@ language sql immutable as $$
     ('pgque_writer', 'version clock _fail my_rights send send_batch send_idem insert_event create_recurring drop_recurring pause_recurring
       resume_recurring run_recurring list_recurring _create_recurring current_event_table jsontriga logutriga sqltriga sink_begin
       sink_servers sink_commit
-      _send _headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _is_old_change _url_encode _send_as
+      _send _headers _are_headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _is_old_change _url_encode _send_as
       _send_all _send_many _no_payloads'),
     ('pgque_reader', 'version clock _fail my_rights list_recurring subscribe register_consumer register_consumer_at unsubscribe unregister_consumer receive ack
       finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
-      queue_incarnation tick_for next_tick next_window split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
+      queue_incarnation tick_for next_tick next_window split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read archive_read_cursor stream_lag stage_dead unstage_dead dead get_queue_info
       get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer set_key_concurrency
       _ack _dead _next_batch _open_batch _join'),
     ('pgque_admin', '_fail _no_standby create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
