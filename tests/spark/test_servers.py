@@ -904,7 +904,7 @@ def test_servers_and_tasks_that_die_lose_and_double_nothing(
             value(
                 farm.conns[2],
                 "select pg_terminate_backend(%s, 10000)",
-                watch.waiting(2, 'COPY "pgque"."sink_stage', query),
+                watch.waiting(2, 'COPY "pgque" . "sink_stage', query),
             )
         watch.arrive(query)
         # A server dies in the middle of a commit, which another one has behind it.
