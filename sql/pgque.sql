@@ -11213,12 +11213,15 @@ comment on function pgque.next_tick(text, bigint, bigint, int, bigint, uuid, pgq
 
 create or replace function pgque.next_window(
   queue_name text, after_tick bigint, after_id bigint default null, max_events bigint default null, max_ticks int default null, upto bigint default null,
-  consumer_name text default null, incarnation uuid default null, caller pgque.caller default current_user, out to_tick bigint, out upto_id bigint
+  consumer_name text default null, incarnation uuid default null, cut boolean default false, caller pgque.caller default current_user,
+  out to_tick bigint, out upto_id bigint
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._need_incarnation(pgque._queue($1, caller, 'consume'), incarnation);
   v_max    bigint := case when v_queue.queue_max_window > 0 then least($4, v_queue.queue_max_window) end;
+  v_from   pgque.tick;
+  v_to     pgque.tick;
 begin
   if $3 is null then
     to_tick := pgque.next_tick($1, $2, coalesce(v_max, $4), $5, $6, incarnation, caller);
@@ -11228,16 +11231,24 @@ begin
   else
     to_tick := (pgque._need_tick(v_queue, $6)).tick_id;
   end if;
-  if v_max is not null and to_tick is not null then
-    upto_id := pgque._cut(v_queue.queue_id, pgque._part_of_window(pgque._need_tick(v_queue, $2), pgque._tick(v_queue.queue_id, to_tick), $3, null),
-      pgque._row_condition($1, $7, $3, null), v_max);
+  if to_tick is null or not cut and v_max is null then
+    return;
+  end if;
+  v_from := pgque._need_tick(v_queue, $2);
+  v_to := pgque._tick(v_queue.queue_id, to_tick);
+  if v_max is null and v_to.tick_event_seq - v_from.tick_event_seq > 2 * $4 then
+    v_max := $4;
+  end if;
+  if v_max is not null then
+    upto_id := pgque._cut(v_queue.queue_id, pgque._part_of_window(v_from, v_to, $3, null), pgque._row_condition($1, $7, $3, null), v_max);
   end if;
 end
 $$;
-comment on function pgque.next_window(text, bigint, bigint, bigint, int, bigint, text, uuid, pgque.caller) is
+comment on function pgque.next_window(text, bigint, bigint, bigint, int, bigint, text, uuid, boolean, pgque.caller) is
   'Returns where the next piece of work ends, for a reader that has read up to after_tick. to_tick: as next_tick() returns it; NULL if there is no further tick. '
   'upto_id: NULL for whole ticks. If the queue has a max_window, a piece has at most this number of events, and at most max_events. Then a window with more is cut: the piece has '
-  'its ids up to upto_id, and the next call is for the rest, with the same after_tick, this upto_id as after_id, and this to_tick as upto. Read a piece with read_window(queue_name, after_tick, '
+  'its ids up to upto_id, and the next call is for the rest, with the same after_tick, this upto_id as after_id, and this to_tick as upto. cut: cut a window without max_window too, if it '
+  'has more than twice max_events, as one tick may. Read a piece with read_window(queue_name, after_tick, '
   'to_tick, after_id => …, upto_id => …). It has more events only if several have its last id (bodies of a key). consumer_name: its retries count too. incarnation: see '
   'queue_incarnation(). Errors: PQ001 no such queue; PQ005 a limit is below 1, or after_id without upto; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another '
   'incarnation.';

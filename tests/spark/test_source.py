@@ -703,6 +703,23 @@ def test_a_giant_tick_becomes_several_micro_batches(source: Source, conn: Connec
     assert before < value(conn, "select last_tick from pgque.get_consumer_info(%s, 'c')", source.queue)
 
 
+@pytest.mark.skipif(not newest_spark(), reason="PySpark 4.0 and 4.1 ask for all that is there")
+def test_a_window_of_the_streams_own_size_cuts_a_giant_tick(
+    source: Source, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced_tick(conn, source.queue)
+    sent = send_many(conn, source.queue, 120_000)
+    forced_tick(conn, source.queue)
+    box: Batches = []
+    query = source.start(source.stream(startingAt="earliest"), box)
+    query.processAllAvailable()
+    query.stop()
+    sizes = [len(found) for _, found in box]
+    assert sizes[:2] == [0, 50_000]
+    assert sum(sizes) == len(sent)
+    assert len(set(payloads(box))) == len(sent)
+
+
 def test_a_part_of_a_tick_that_failed_is_read_again_as_it_was(source: Source, conn: Connection) -> None:
     configure(conn, source.queue, max_window=100)
     send_many(conn, source.queue, 250)

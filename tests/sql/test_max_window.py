@@ -267,14 +267,19 @@ READ = "select ev_id from pgque.read_window(%s, %s, %s, %s, after_id => %s, upto
 
 
 def windows(
-    conn: Connection, queue: str, start: int, consumer: str | None = None, most: int | None = None
+    conn: Connection,
+    queue: str,
+    start: int,
+    consumer: str | None = None,
+    most: int | None = None,
+    may_cut: bool = False,
 ) -> Iterator[tuple[int, int, int | None, int | None]]:
     """Yield the pieces behind a tick: from and to a tick, and above and up to an id."""
     after_id: int | None = None
     upto: int | None = None
     while True:
-        call = "select * from pgque.next_window(%s, %s, %s, %s, null, %s, %s)"
-        ((to_tick, upto_id),) = rows(conn, call, queue, start, after_id, most, upto, consumer)
+        call = "select * from pgque.next_window(%s, %s, %s, %s, null, %s, %s, cut => %s)"
+        ((to_tick, upto_id),) = rows(conn, call, queue, start, after_id, most, upto, consumer, may_cut)
         if to_tick is None:
             return
         yield start, to_tick, after_id, upto_id
@@ -344,6 +349,14 @@ def test_a_piece_has_at_most_max_events_where_windows_may_be_cut(conn: Connectio
     configure(conn, queue, max_window=20)
     assert [read(conn, queue, piece) for piece in windows(conn, queue, start, None, 7)] == cut(sent, 7)
     assert [read(conn, queue, piece) for piece in windows(conn, queue, start)] == cut(sent, 20)
+
+
+def test_a_reader_may_cut_a_tick_with_more_than_twice_its_limit(conn: Connection, queue: str) -> None:
+    start = forced_tick(conn, queue)
+    giant = offer(conn, queue, 30)
+    small = offer(conn, queue, 12)
+    found = [read(conn, queue, piece) for piece in windows(conn, queue, start, None, 7, may_cut=True)]
+    assert found == [*cut(giant, 7), small]
 
 
 def test_bodies_of_one_key_are_not_cut(conn: Connection, queue: str) -> None:

@@ -10,6 +10,9 @@ log = logging.getLogger("pgque.spark")
 
 # Messages of the first window: any laptop reads and writes them in a second or two.
 _FIRST = 50_000
+# A window has at least one tick, which may have more than its size: then its time says nothing of the size, and
+# from a small one there would be no way back.
+_LEAST = 1_000
 # Seconds that a micro-batch should take. Spark's own half second is then a sixth of it, and a query that is
 # killed loses no more than that.
 _TARGET = 3.0
@@ -28,7 +31,7 @@ class Pace:
     """
 
     def __init__(self, least: int | None, most: int | None) -> None:
-        self._least, self._most = least or 1, most or ALL
+        self._least, self._most = max(least or 0, _LEAST), most or ALL
         self._size = self._bound(_FIRST)
         self._asked = 0.0
         self._begun: float | None = None
@@ -68,4 +71,4 @@ class Pace:
             )
 
     def _bound(self, size: int) -> int:
-        return max(min(size, self._most), self._least)
+        return min(max(size, self._least), self._most)

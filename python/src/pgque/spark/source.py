@@ -632,11 +632,13 @@ class _Stream:
     def _next(self, after: Place, max_events: int | None, max_ticks: int | None, upto: int | None) -> Place:
         named = [self._queue, self._options.consumer]
         upto = after.window if after.is_part else upto
-        limits = [max_events, max_ticks, upto, self._options.consumer, self.incarnation]
+        # A user's limit means whole ticks; ours may cut one that has a million messages.
+        cut = self._options.maxEventsPerTrigger is None
+        limits = [max_events, max_ticks, upto, self._options.consumer, self.incarnation, cut]
         row = self._driver.do(
             lambda conn: conn.execute(
                 f"select w.to_tick, w.upto_id, ({_POSITION})"
-                " from pgque.next_window(%s, %s, %s, %s, %s, %s, %s, %s) as w",
+                " from pgque.next_window(%s, %s, %s, %s, %s, %s, %s, %s, %s) as w",
                 [*named, self._queue, after.tick, after.after_id, *limits],
             ).fetchone()
         )
