@@ -10,8 +10,8 @@ log = logging.getLogger("pgque.spark")
 
 # Messages of the first window: any laptop reads and writes them in a second or two.
 _FIRST = 50_000
-# A window has at least one tick, which may have more than its size: then its time says nothing of the size, and
-# from a small one there would be no way back.
+# A window has at least one tick, which may have more than its size: then its time says nothing of the size,
+# and from a small one there would be no way back.
 _LEAST = 1_000
 # Seconds that a micro-batch should take. Spark's own half second is then a sixth of it, and a query that is
 # killed loses no more than that.
