@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from conftest import Role
-from pgque.errors import PgqueConnectionError, PgqueError
+from pgque.errors import PgqueConnectionError, PgqueError, PgqueTickNotFoundError
 from pgque.spark import _kept, options
 from pgque.spark._window import Task, Window, layout, read
 from sql.helpers import Connection, column, forced_tick, rows, send_many, subscribe, value
@@ -117,6 +117,17 @@ def test_a_kept_connection_is_replaced_once(reads: Reads) -> None:
     value(reads.conn, "select pg_terminate_backend(%s, 10000)", reads.pid())
     with pytest.raises(PgqueError, match="not permitted to log in"):
         reads()
+
+
+def test_messages_that_a_server_has_not_got_yet_are_not_left_out_as_lost(reads: Reads) -> None:
+    send_many(reads.conn, reads.queue, 10)
+    # The driver of a stream knows the tick; the task reads from a standby that lags, or from what was the
+    # primary before a failover.
+    reads.tick += 1
+    with pytest.raises(PgqueTickNotFoundError, match="whose newest tick is"):
+        reads(failOnDataLoss="false")
+    assert forced_tick(reads.conn, reads.queue) == reads.tick
+    assert reads(failOnDataLoss="false") == 10
 
 
 def test_a_task_that_fails_or_is_left_closes_its_connection(

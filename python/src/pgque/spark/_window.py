@@ -46,6 +46,8 @@ _COLUMNS = {
 # What is not a string stays JSON. ADBC has lists, and no maps: their keys and their values, in one order.
 _HEADERS = ("header_names", "header_values")
 _CURSOR = "pgque"
+# What pgque._not_future_tick() says of a tick that is newer than all
+_NOT_YET = ", whose newest tick is "
 # Of one FETCH, about, once it is known how long messages are
 _FETCH_BYTES = 16 * 1024 * 1024
 # The cursor is open as long as Spark takes rows from it, so neither a FETCH nor the time between two of them
@@ -305,8 +307,9 @@ def read(parsed: Options, wanted: Layout, partition: InputPartition) -> Iterator
             with _connect.of(window.server):
                 yield from _read(parsed.at(window.server), wanted, window)
         except PgqueTickNotFoundError as error:
-            # Messages of the archive are not lost, but their reader was moved.
-            if parsed.failOnDataLoss or isinstance(window, Archived):
+            # Messages of the archive are not lost, but their reader was moved. A server that has not got the
+            # tick yet is a standby, or was the primary once: the task is tried again.
+            if parsed.failOnDataLoss or isinstance(window, Archived) or _NOT_YET in str(error):
                 raise
             log.warning("pgque: %s: its messages are left out", error)
 
