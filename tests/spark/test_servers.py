@@ -896,7 +896,7 @@ def test_servers_and_tasks_that_die_lose_and_double_nothing(
             value(
                 farm.conns[1],
                 "select pg_terminate_backend(%s, 10000)",
-                watch.waiting(1, "pgque.read_window(", query),
+                watch.waiting(1, "pgque.read_window_cursor(", query),
             )
         watch.arrive(query)
         with watch.hold(2, *STAGE):
