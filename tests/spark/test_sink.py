@@ -152,6 +152,18 @@ def test_a_delay_of_zero_and_a_time_in_any_zone_are_sent(
     assert ("later", True) in found
 
 
+def test_texts_are_intervals_also_where_spark_sends_large_strings(
+    spark: SparkSession, writer: Role, conn: Connection, queue: str
+) -> None:
+    spark.conf.set("spark.sql.execution.arrow.useLargeVarTypes", "true")
+    try:
+        write(spark.sql("select 'a' as payload, '1 hour' as ttl, map('h', '1') as headers"), writer, queue)
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.useLargeVarTypes")
+    forced_tick(conn, queue)
+    assert [(m.payload, m.headers) for m in receive(conn, queue)] == [("a", {"h": "1"})]
+
+
 @pytest.mark.parametrize("way", ["exactly-once", "at-least-once", "jdbc"])
 def test_options_of_send_are_columns(
     spark: SparkSession, jdbc: Any, writer: Role, conn: Connection, queue: str, way: str

@@ -243,7 +243,9 @@ def _columns(
             column = _queues(column, queue)
         elif name == "headers":
             column = _headers(column)
-        elif name in {"delay", "ttl"} and not pa.types.is_string(column.type):
+        elif name in {"delay", "ttl"} and not (
+            pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+        ):
             # Arrow writes 0E-18 for zero, which is no interval.
             column = pa.array([None if v is None else f"{v:f}" for v in column.to_pylist()], pa.string())
         elif name == "deliver_at":
