@@ -62,6 +62,20 @@ def test_an_unknown_option_is_refused_by_name_with_the_known_ones(mode: str) -> 
     assert "queue" in told
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("startingoffsets", "startingAt"),
+        ("maxoffsetspertrigger", "maxEventsPerTrigger"),
+        ("minpartitions", "numPartitions"),
+        ("nonsense", None),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_one_that_is_like_it(given: str, meant: str | None) -> None:
+    told = refused({**STREAM, given: "1"}, STREAM_READ)
+    assert told.startswith(f"unknown option {given}, did you mean {meant}?" if meant else f"unknown option {given}; known")
+
+
 def test_an_option_out_of_place_is_an_error_that_names_its_place() -> None:
     assert refused({"queue": "q", "maxEventsPerTrigger": "1"}, BATCH_READ) == (
         "option maxEventsPerTrigger is for stream read, not for batch read"
