@@ -413,6 +413,8 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
         )
     if modes == (STREAM_READ,):
         _check_archive(options)
+    if options.onFull == FAIL and options.onFullTimeout != Options.onFullTimeout:
+        raise PgqueBadArgumentError("option onFullTimeout needs onFull=wait")
     if options.minEventsPerTrigger is None:
         if options.maxTriggerDelay is not None:
             raise PgqueBadArgumentError("option maxTriggerDelay needs minEventsPerTrigger")
