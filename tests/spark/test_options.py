@@ -75,11 +75,15 @@ def test_an_unknown_option_is_refused_by_name_with_the_known_ones(mode: str) -> 
 )
 def test_an_unknown_option_is_refused_with_the_one_that_is_like_it(given: str, meant: str | None) -> None:
     told = refused({**STREAM, given: "1"}, STREAM_READ)
-    assert told.startswith(f"unknown option {given}, did you mean {meant}?" if meant else f"unknown option {given}; known")
+    assert told.startswith(
+        f"unknown option {given}, did you mean {meant}?" if meant else f"unknown option {given}; known"
+    )
 
 
 def test_a_time_limit_of_waiting_is_refused_if_nothing_waits() -> None:
-    assert refused({"queue": "q", "onFullTimeout": "5"}, BATCH_WRITE) == "option onFullTimeout needs onFull=wait"
+    assert (
+        refused({"queue": "q", "onFullTimeout": "5"}, BATCH_WRITE) == "option onFullTimeout needs onFull=wait"
+    )
     assert parse({"queue": "q", "onFull": "wait", "onFullTimeout": "5"}, BATCH_WRITE).onFullTimeout == 5
 
 

@@ -225,7 +225,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("replaceByKey", "false", _WRITE, "true: column `key` is the key of `send()`, so a message replaces the pending message with its key. false: it is the partition key", _truth, "0.7"),
     Option("onFull", FAIL, _WRITE, "fail: a write to a queue that is full or paused fails. wait: it tries again", _one_of(FAIL, WAIT), "0.7"),
     Option("onFullTimeout", "300", _WRITE, "with `onFull=wait`: seconds until the write fails, at most 43200", _half_a_day, "0.7"),
-    Option("batchSize", "10000", _WRITE, "rows in a piece of COPY", _count),
+    Option("batchSize", "1000", _WRITE, "messages in a row of the staging table, at most 1000", _count),
 )  # fmt: skip
 
 _CONNECTION_NAMES = frozenset(option.name for option in _CONNECTION)
@@ -268,7 +268,7 @@ class Options:
     replaceByKey: bool = False
     onFull: str = FAIL
     onFullTimeout: int = 300
-    batchSize: int = 10_000
+    batchSize: int = 1000
 
     @property
     def is_ordered(self) -> bool:

@@ -788,8 +788,8 @@ def _queues(conn: _connect.Connection, parsed: Options) -> list[str]:
         found |= {queue for queue in there if pattern.fullmatch(queue)} if "*" in name else {name}
     if not found:
         raise PgqueBadArgumentError(
-            f"no queue is there for option queues {', '.join(parsed.queues)}, or the role has no right to one;"
-            " pgque.spark.queues() lists the role's"
+            f"no queue is there for option queues {', '.join(parsed.queues)}, or the role has no right to it:"
+            " pgque.spark.queues() lists those that it can use"
         )
     return sorted(found)
 
