@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..errors import PgqueBadArgumentError
@@ -175,7 +176,7 @@ def _columns(value: str) -> tuple[str, ...]:
 
 
 _CONNECTION = (
-    Option("url", "libpq's", _ALL, "connection string: postgresql://…, jdbc:postgresql://… or host=… dbname=…", _text),
+    Option("url", "libpq's", _ALL, "connection string: postgresql://…, jdbc:postgresql://… or host=… dbname=…; Spark's UI may show a password in it", _text),
     Option("host", "PGHOST", _ALL, "server; takes precedence over `url`, as do the options below", _text),
     Option("port", "PGPORT", _ALL, "port", _text),
     Option("dbname", "PGDATABASE", _ALL, "database", _text),
@@ -194,12 +195,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("servers", "none", _ALL, "several servers in place of `host`: host, host:port or host:port/dbname, with commas between them; or @/path, a file with a server in each line. The other connection options are those of each server", _servers, "0.7"),
     Option("queue", "required", _ALL, "queue to read, or to write where the frame has no column `queue` or a null in it", _text),
     Option("queues", "none", _READ, "several queues in place of `queue`: names with commas between them, `*` stands for any text", _words, "0.7"),
-    Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps the messages for the stream; one query each", _text),
+    Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps the messages for the stream. Each query needs its own", _text),
     Option("consumer", "none", frozenset({BATCH_READ}), "reads the retries of this consumer of a stream, too", _text),
     Option("startingAt", "committed", frozenset({STREAM_READ}), "start of a new consumer: committed or latest (from now on), earliest, a tick id, a time; archive (see From the archive to now). An existing consumer starts at its position", _place("committed", "latest", "earliest", ARCHIVE)),
     Option("archiveOf", "none", frozenset({STREAM_READ}), "with `startingAt=archive`: consumer of the queue whose archive is read first", _text, "0.7"),
     Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _place("earliest", "latest")),
-    Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time; see Limits", _place("earliest", "latest")),
+    Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time. latest is found by each action (PySpark 4.0) or by the first one of a frame (4.3): call `load()` again for newer messages", _place("earliest", "latest")),
     Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "most messages in a micro-batch: whole ticks, at least one, unless the queue has a `max_window`; all: one micro-batch of what is there", _count_or_all),
     Option("minEventsPerTrigger", "none", frozenset({STREAM_READ}), "a micro-batch waits for at least as many new messages, but not in a run with `once` or `availableNow`, nor for the first one of a run", _count, "0.11"),
     Option("maxTriggerDelay", "15m", frozenset({STREAM_READ}), "with `minEventsPerTrigger`: how long it waits at most, such as 500ms, 90s, 15m or 1h", _duration, "0.11"),
@@ -224,7 +225,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("replaceByKey", "false", _WRITE, "true: column `key` is the key of `send()`, so a message replaces the pending message with its key. false: it is the partition key", _truth, "0.7"),
     Option("onFull", FAIL, _WRITE, "fail: a write to a queue that is full or paused fails. wait: it tries again", _one_of(FAIL, WAIT), "0.7"),
     Option("onFullTimeout", "300", _WRITE, "with `onFull=wait`: seconds until the write fails, at most 43200", _half_a_day, "0.7"),
-    Option("batchSize", "10000", _WRITE, "rows in a piece of COPY", _count),
+    Option("batchSize", "1000", _WRITE, "messages in a row of the staging table, at most 1000", _count),
 )  # fmt: skip
 
 _CONNECTION_NAMES = frozenset(option.name for option in _CONNECTION)
@@ -267,7 +268,7 @@ class Options:
     replaceByKey: bool = False
     onFull: str = FAIL
     onFullTimeout: int = 300
-    batchSize: int = 10_000
+    batchSize: int = 1000
 
     @property
     def is_ordered(self) -> bool:
@@ -377,9 +378,10 @@ def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, list[Option]
         )
     if name.lower() == "path":
         return "pgque has no path: say option('queue', …) and call load(), save() or start() without one"
-    return (
-        f"unknown option {name}; known here: {', '.join(sorted(found[0].name for found in table.values()))}"
-    )
+    close = get_close_matches(name.lower(), table, n=1)
+    meant = f", did you mean {table[close[0]][0].name}?" if close else ";"
+    known = ", ".join(sorted(found[0].name for found in table.values()))
+    return f"unknown option {name}{meant} known here: {known}"
 
 
 def _check_together(options: Options, modes: tuple[str, ...]) -> None:
@@ -411,6 +413,8 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
         )
     if modes == (STREAM_READ,):
         _check_archive(options)
+    if options.onFull == FAIL and options.onFullTimeout != Options.onFullTimeout:
+        raise PgqueBadArgumentError("option onFullTimeout needs onFull=wait")
     if options.minEventsPerTrigger is None:
         if options.maxTriggerDelay is not None:
             raise PgqueBadArgumentError("option maxTriggerDelay needs minEventsPerTrigger")

@@ -787,7 +787,10 @@ def _queues(conn: _connect.Connection, parsed: Options) -> list[str]:
         pattern = re.compile(".*".join(re.escape(part) for part in name.split("*")), re.DOTALL)
         found |= {queue for queue in there if pattern.fullmatch(queue)} if "*" in name else {name}
     if not found:
-        raise PgqueBadArgumentError(f"no queue is there for option queues {', '.join(parsed.queues)}")
+        raise PgqueBadArgumentError(
+            f"no queue is there for option queues {', '.join(parsed.queues)}, or the role has no right to it:"
+            " pgque.spark.queues() lists those that it can use"
+        )
     return sorted(found)
 
 
