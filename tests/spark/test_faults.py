@@ -429,7 +429,11 @@ STAGE = ("pgque.sink_stage_0", "pgque.sink_stage_1")
 EPOCHS = ("pgque.sink_epoch_0", "pgque.sink_epoch_1")
 
 # What a session of that kind is doing when it waits
-KINDS = {"reader": "pgque.read_window_cursor(", "staging": 'COPY "pgque" . "sink_stage', "commit": "sink_commit"}
+KINDS = {
+    "reader": "pgque.read_window_cursor(",
+    "staging": 'COPY "pgque" . "sink_stage',
+    "commit": "sink_commit",
+}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
