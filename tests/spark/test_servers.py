@@ -376,7 +376,8 @@ def test_a_server_joins_at_a_restart_where_its_consumer_stands(farm: Farm) -> No
     # Killed before it was done: planned again, also when the list has changed meanwhile.
     third = farm.reader(0)
     assert read(third, at, end) == Counter(["old-2"])
-    assert read(third, third.initialOffset(), end) == Counter(["old-0", "old-1", "old-2"])
+    # The second one was asked behind `at`: the first two were finished then.
+    assert read(third, third.initialOffset(), end) == Counter(["old-2"])
 
 
 def test_a_server_leaves_when_its_messages_are_read_and_comes_back_where_it_left(farm: Farm) -> None:
