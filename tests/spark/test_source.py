@@ -1365,8 +1365,20 @@ def test_a_task_reads_in_a_read_only_transaction_under_the_query_s_name(
 
 
 def test_the_reader_connects_only_when_it_is_asked(source: Source, conn: Connection) -> None:
+    import pickle
 
     reader = direct(source)
+    pickle.loads(pickle.dumps(reader))  # noqa: S301
+    assert sessions(conn, source.queue) == []
+    assert reader.initialOffset() == reader.initialOffset()
+    assert len(sessions(conn, source.queue)) == 1
+    reader.stop()
+
+
+def test_the_server_is_soon_to_notice_that_the_driver_s_host_is_lost(
+    source: Source, jdbc_as: Callable[[Role], Any]
+) -> None:
+    reader = direct(source, url=jdbc_as(source.role).dsn)
     reader.initialOffset()
     # Only the session itself can tell, and only through TCP.
     (seconds,) = reader._connected().do(
