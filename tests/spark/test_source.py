@@ -703,10 +703,7 @@ def test_a_giant_tick_becomes_several_micro_batches(source: Source, conn: Connec
     assert before < value(conn, "select last_tick from pgque.get_consumer_info(%s, 'c')", source.queue)
 
 
-@pytest.mark.skipif(not newest_spark(), reason="PySpark 4.0 and 4.1 ask for all that is there")
-def test_a_window_of_the_streams_own_size_cuts_a_giant_tick(
-    source: Source, conn: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_of_the_streams_own_size_cuts_a_giant_tick(source: Source, conn: Connection) -> None:
     forced_tick(conn, source.queue)
     sent = send_many(conn, source.queue, 120_000)
     forced_tick(conn, source.queue)
@@ -715,7 +712,8 @@ def test_a_window_of_the_streams_own_size_cuts_a_giant_tick(
     query.processAllAvailable()
     query.stop()
     sizes = [len(found) for _, found in box]
-    assert sizes[:2] == [0, 50_000]
+    # 4.0 and 4.1 know no such windows.
+    assert sizes[:2] == ([0, 50_000] if newest_spark() else [len(sent)])
     assert sum(sizes) == len(sent)
     assert len(set(payloads(box))) == len(sent)
 
@@ -896,12 +894,13 @@ def test_windows_have_the_size_that_takes_a_few_seconds() -> None:
     assert sizes == [50_000, 50_000, 150_000, 300_000, 300_000, 150_000, 75_000, 75_000 * 32]
 
 
-@pytest.mark.skipif(not newest_spark(), reason="PySpark 4.0 and 4.1 ask for all that is there")
 def test_one_micro_batch_may_have_all_that_is_there(source: Source, conn: Connection) -> None:
     for most, batches in (({}, 3), ({"maxEventsPerTrigger": "all"}, 1)):
         for _ in range(3):
             pass_ids(conn, source.queue, 50_000)
-        assert len(source.run(source.stream(startingAt="earliest", **most))) == batches
+        found = source.run(source.stream(startingAt="earliest", **most))
+        # 4.0 and 4.1 read a run in one.
+        assert len(found) == (batches if newest_spark() else 1)
 
 
 # --- Several queues -----------------------------------------------------------------------------------
