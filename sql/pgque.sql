@@ -1274,7 +1274,9 @@ begin
     queue_max_window int not null default 0 constraint queue_max_window_range check (queue_max_window >= 0)$c$);
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
-  drop index if exists pgque.sink_stage_options;
+  if to_regclass('pgque.sink_stage_options') is not null then
+    drop index pgque.sink_stage_options;
+  end if;
   if not exists (select from pg_attribute a where a.attrelid = 'pgque.sink_stage'::regclass and a.attname = 'rows') then
     alter table pgque.sink_stage
       add rows int, add queues text[], add types text[], add payloads text[], add all_headers text[], add all_bytes bytea[],
@@ -11945,6 +11947,8 @@ create or replace function pgque.archive_read_cursor(
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set work_mem = '64MB' set jit = off as $$
 begin
+  -- Checks the arguments now, and not at the first FETCH.
+  perform pgque._archived_sql(pgque._need_incarnation(pgque._queue($2, caller, 'admin'), incarnation), $3, $4, $5, $6, $7, 'e.ev_id');
   -- Not over the query of archive_read(): its functions would run with the rights of the
   -- role that fetches.
   perform pgque._open_cursor($1, $2, format('select %s from pgque.archive_read(%L, %L, %L, %L, %L, %L, %L) e', pgque._read_columns($2, $9), $2, $3, $4, $5, $6, $7, $8));

@@ -16,10 +16,12 @@ import pytest
 from conftest import Role
 from pgque.errors import PgqueConnectionError, PgqueError, PgqueTickNotFoundError
 from pgque.spark import _kept, options
-from pgque.spark._window import Task, Window, layout, read
 from sql.helpers import Connection, column, forced_tick, rows, send_many, subscribe, value
 from support import pgbouncer
 from support.silent import silent_path
+
+pytest.importorskip("pyspark")  # collected without it too, for make test
+from pgque.spark._window import Task, Window, layout, read
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -119,7 +119,7 @@ def test_an_upgrade_removes_what_an_earlier_version_had_with_other_arguments(
     owner = psycopg.conninfo.make_conninfo(fresh_dsn, options=f"-c role={OWNER}" if OWNER else "")
     done = run_psql(psql, owner, *options)
     assert (done.returncode, done.stdout) == (0, "")
-    assert all("already exists, skipping" in line for line in done.stderr.splitlines())
+    assert [line for line in done.stderr.splitlines() if "already exists, skipping" not in line] == []
     assert schema(fresh_dsn) == first
 
 
@@ -414,17 +414,22 @@ def test_what_became_of_batches_before_and_during_an_upgrade_counts_after_it(
         for job in jobs:
             wait_for_lock(job.pid)
         assert rows(upgrade, leases) == before
-    assert [job.result() for job in jobs] == [
+    results = [job.result() for job in jobs]
+    # Bodies from before 0.9.0 do not know the journal of today. That of 0.10.0 does, and compacts it unless another
+    # of the calls has it.
+    compacted = results[3]
+    assert compacted == 0 or version == NEWEST
+    assert results == [
         3,
         {ids(moved)[1]: None},
         {ids(part)[0]: "settled already", ids(part)[1]: None},
-        0,
+        compacted,
         1,
     ]
     assert ack(own, shared[0].batch_id) == 0
     later = "select lease_until from pgque.list_workers('q', 'c') where worker = 'w1'"
     assert value(own, later) - before[1][3] == timedelta(hours=1)
-    assert value(own, "select pgque._compact_journal()") == 1
+    assert value(own, "select pgque._compact_journal()") == 1 - compacted
     assert [m.msg_id for m in receive(own, "q", "alone")] == ids(alone)[1:]
     assert outcome(own, "ack", moved[0].batch_id, ids(moved)[:1]) == {ids(moved)[0]: "settled already"}
     tried = [part, longer, moved, shelved, closed, lost, alone]

@@ -851,7 +851,9 @@ begin
     queue_max_window int not null default 0 constraint queue_max_window_range check (queue_max_window >= 0)$c$);
   perform pgque._add_columns('pgque.dead_letter', 'dl_forward int');
   perform pgque._add_columns('pgque.position', 'pos_due tstzrange');
-  drop index if exists pgque.sink_stage_options;
+  if to_regclass('pgque.sink_stage_options') is not null then
+    drop index pgque.sink_stage_options;
+  end if;
   if not exists (select from pg_attribute a where a.attrelid = 'pgque.sink_stage'::regclass and a.attname = 'rows') then
     alter table pgque.sink_stage
       add rows int, add queues text[], add types text[], add payloads text[], add all_headers text[], add all_bytes bytea[],

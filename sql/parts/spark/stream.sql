@@ -326,6 +326,8 @@ create or replace function pgque.archive_read_cursor(
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set work_mem = '64MB' set jit = off as $$
 begin
+  -- Checks the arguments now, and not at the first FETCH.
+  perform pgque._archived_sql(pgque._need_incarnation(pgque._queue($2, caller, 'admin'), incarnation), $3, $4, $5, $6, $7, 'e.ev_id');
   -- Not over the query of archive_read(): its functions would run with the rights of the
   -- role that fetches.
   perform pgque._open_cursor($1, $2, format('select %s from pgque.archive_read(%L, %L, %L, %L, %L, %L, %L) e', pgque._read_columns($2, $9), $2, $3, $4, $5, $6, $7, $8));
