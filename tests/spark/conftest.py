@@ -25,7 +25,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from conftest import Role
 from support.documents import Page
-from support.servers import TestServer
+from support.servers import REPOSITORY, TestServer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -71,6 +71,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         problem = missing()
         if problem is not None:
             item.add_marker(pytest.mark.skip(reason=problem))
+
+
+def built_wheel(folder: Path) -> Path:
+    """Build the package's wheel into a folder and return it."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder)]
+    subprocess.run([*command, str(REPOSITORY / "python")], check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 def environment() -> dict[str, str]:

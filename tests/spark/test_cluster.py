@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from conftest import Role
+from spark.conftest import built_wheel
 from sql.helpers import Connection, column, forced_tick, payloads, send_many, subscribe, value
 
 # A cluster has six JVMs.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
 
 SENT = Counter({str(number): 8 for number in range(1, 101)})
 
@@ -75,19 +75,7 @@ def spark_home() -> str:
 def package(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The wheel as a file that Spark sends to its workers, and a Python for them that lacks the package."""
     folder = tmp_path_factory.mktemp("package")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "-w",
-        str(folder),
-        str(ROOT / "python"),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
+    wheel = built_wheel(folder)
     zipped = folder / "pgque.zip"
     wheel.rename(zipped)
     python = folder / "python"

@@ -13,14 +13,13 @@ import pytest
 
 import pgque.spark
 from conftest import Role
-from spark.conftest import tcp
+from spark.conftest import built_wheel, tcp
 from sql.helpers import Connection, forced_tick, send
 from support.servers import TestServer
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-ROOT = Path(__file__).resolve().parents[2]
 
 # Makes modules look as if they were not installed.
 HIDE = """
@@ -201,18 +200,6 @@ def test_pyspark_finds_the_format_and_it_can_be_registered_too(
 
 @pytest.mark.slow
 def test_a_built_wheel_has_the_module_that_pyspark_imports(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "-w",
-        str(tmp_path),
-        str(ROOT / "python"),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    wheel = built_wheel(tmp_path)
     names = zipfile.ZipFile(wheel).namelist()
     assert {"pyspark_pgque/__init__.py", "pgque/spark/source.py", "pgque/spark/sink.py"} <= set(names)
