@@ -91,6 +91,11 @@ def test_a_connection_that_was_good_once_is_lost_as_well_when_its_client_stops(t
             answer.read()
             return answer.status
 
+        def status_of_new() -> int:
+            one = opened()
+            one.sendall(whole)
+            return status(one)
+
         def ends(one: socket.socket, drop: bytes) -> bool:
             """Whether the connection ends although one byte comes after the other."""
             for _ in range(30):
@@ -126,6 +131,7 @@ def test_a_connection_that_was_good_once_is_lost_as_well_when_its_client_stops(t
 
         # More than half of all connections: one without a request is closed at once.
         crowd = [opened() for _ in range(MOST_CONNECTIONS // 2 + 1)]
+        assert status_of_new() == 200  # they were accepted before
         busy.sendall(whole)
         assert status(busy) == 200
         busy.settimeout(3)
