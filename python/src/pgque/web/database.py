@@ -36,7 +36,7 @@ _SETTINGS = (
     " case when %s then pg_catalog.set_config('transaction_read_only', 'on', true) end"
 )
 
-# Whether the role of a connection could log in again, as far as a role may know. Its password may not be read.
+# Whether the role of a connection could log in again, as far as a role may know: no password may be read.
 _CAN_LOG_IN: LiteralString = (
     "select r.rolcanlogin and coalesce(r.rolvaliduntil > pg_catalog.now(), true) as allowed"
     " from pg_catalog.pg_roles as r where r.rolname = session_user"
@@ -56,6 +56,7 @@ SHARE = 8  # of the server's max_connections, the page uses one part of so many
 LEAST = 4  # connections of the page where that is less
 OF_SESSION = 3  # connections of one session
 POOL_WAIT = 5.0  # seconds that a request waits for a connection
+WAITING = 20  # requests of one role that wait for one: they keep threads from the requests of others
 POOL_IDLE = 60.0  # seconds after which an idle connection is closed
 POOL_CHECK = 1.0  # seconds in which it has to answer before it is lent; a silent one is replaced
 POOL_AGE = 300.0  # seconds after which the server is asked for the password again
@@ -64,11 +65,13 @@ POOL_AGE = 300.0  # seconds after which the server is asked for the password aga
 _NOT_TAKEN = ("user", "password", "passfile", "sslcert", "sslkey", "sslpassword")
 
 # libpq does not pass on the SQLSTATE of a connection that failed, so the text tells 28P01 and 28000 from a
-# server that takes nobody in. A server of another language is known by the password that it asked for: what it
-# says then counts as a failed login.
-_REFUSED = re.compile(r"authentication failed|not permitted to log in|pg_hba\.conf|role \".*\" does not exist")
+# server that takes nobody in. If a server in another language has asked for the password, what it then says
+# counts as a failed login.
+_REFUSED = re.compile(
+    r"authentication failed|not permitted to log in|pg_hba\.conf|role \".*\" does not exist"
+)
 _UNREACHABLE = re.compile(
-    r"too many (clients|connections)|connection slots|no more connections|(starting up|shutting down|recovery)"
+    r"too many (clients|connections)|connection slots|no more connections|starting up|shutting down|recovery"
     r"|server login|cannot connect|not currently accepting|database .* does not exist"
 )
 
@@ -150,9 +153,12 @@ class Lender:
             self._most = self._given or max(max_connections // SHARE, LEAST)
 
     @contextmanager
-    def lend(self, owner: Connections) -> Iterator[LimitedConnection[DictRow]]:
-        """Lend a connection of a session. Raises PgqueConnectionError when none can be had."""
-        held = self._begin(owner)
+    def lend(self, owner: Connections, lasting: bool) -> Iterator[LimitedConnection[DictRow]]:
+        """Lend a connection of a session. Raises PgqueConnectionError when none can be had.
+
+        `lasting` is for work that goes on after its page was answered: it leaves the last one to pages.
+        """
+        held = self._begin(_Waiting(owner, lasting))
         try:
             if held is not None and not (held.usable and owner.check(held.connection)):
                 held.close()
@@ -176,18 +182,23 @@ class Lender:
             self._changed.notify_all()
         _close(closing)
 
-    def _begin(self, owner: Connections) -> _Held | None:
+    def _begin(self, mine: _Waiting) -> _Held | None:
         """Wait for the turn of a session. Return an idle connection of it, or None: then there is room for
         another one."""
-        until, mine = time.monotonic() + POOL_WAIT, _Waiting(owner)
+        until, owner = time.monotonic() + POOL_WAIT, mine.owner
         with self._changed:
+            if sum(one.owner.user == owner.user for one in self._waiting) >= WAITING:
+                raise PgqueConnectionError(
+                    f"{WAITING} requests of your role wait for a connection",
+                    hint="Try again in a few seconds.",
+                )
             self._waiting.append(mine)
             try:
                 while self._next() is not mine:
                     owner.need()
                     left = until - time.monotonic()
                     if left <= 0:
-                        reason = self._full(owner) or "other requests come first"
+                        reason = self._full(mine) or "other requests come first"
                         raise PgqueConnectionError(reason, hint="Try again in a few seconds.")
                     self._changed.wait(left)
                 owner.need()
@@ -204,11 +215,9 @@ class Lender:
 
     def _next(self) -> _Waiting | None:
         """Return who is next of those that may have a connection."""
-        ready = [one for one in self._waiting if self._full(one.owner) is None]
+        ready = [one for one in self._waiting if self._full(one) is None]
         # Of equals, min() returns the first one.
-        return min(
-            ready, key=lambda one: (self._of_role(one.owner), self._lent[one.owner]), default=None
-        )
+        return min(ready, key=lambda one: (self._of_role(one.owner), self._lent[one.owner]), default=None)
 
     @property
     def _all(self) -> int:
@@ -221,14 +230,16 @@ class Lender:
     def _most_of_role(self) -> int:
         return max(self._most // 2, 1)
 
-    def _full(self, owner: Connections) -> str | None:
-        """Return why a session has to wait, or None."""
-        if self._lent[owner] >= OF_SESSION:
-            return f"all {OF_SESSION} connections of this session are in use"
-        if self._of_role(owner) >= self._most_of_role:
-            return f"all {self._most_of_role} connections that this page has for your role are in use"
-        if self._all >= self._most:
-            return f"all {self._most} connections of this page are in use"
+    def _full(self, waiting: _Waiting) -> str | None:
+        """Return why a request has to wait, or None."""
+        owner = waiting.owner
+        for used, most, whose in (
+            (self._lent[owner], OF_SESSION, "of this session"),
+            (self._of_role(owner), self._most_of_role, "that this page has for your role"),
+            (self._all, self._most, "of this page"),
+        ):
+            if used >= (max(most - 1, 1) if waiting.lasting else most):
+                return f"all {most} connections {whose} are in use"
         return None
 
     def _surplus(self, owner: Connections) -> list[_Held]:
@@ -276,6 +287,7 @@ class _Waiting:
     """A request that waits for a connection."""
 
     owner: Connections
+    lasting: bool
 
 
 def _close(connections: Iterable[_Held]) -> None:
@@ -295,11 +307,13 @@ class Connections:
         self._timeout = statement_timeout
 
     @contextmanager
-    def take(self, read_only: bool, timeout: float | None = None) -> Iterator[Connection]:
+    def take(
+        self, read_only: bool, timeout: float | None = None, lasting: bool = False
+    ) -> Iterator[Connection]:
         """Lend a connection. Its statements end after `timeout` seconds, and change nothing when it is
-        `read_only`. Raises PgqueConnectionError when none can be had; `over` then tells whether the server has
-        refused the role."""
-        with self._lender.lend(self) as connection:
+        `read_only`; `lasting` work leaves the last connection to pages. Raises PgqueConnectionError when none
+        can be had; `over` then tells whether the server has refused the role."""
+        with self._lender.lend(self, lasting) as connection:
             yield Connection(connection, timeout or self._timeout, read_only)
 
     def connect(self) -> _Held:
@@ -326,7 +340,8 @@ class Connections:
             connection.close()
             raise LoginRefusedError(
                 "The server accepts this role without a password, so this page refuses it."
-                " Have pg_hba.conf ask for one, for example with scram-sha-256, or name another host in --dsn."
+                " Have pg_hba.conf ask for one, for example with scram-sha-256, or name another host in"
+                " --dsn."
             )
         return _Held(self, connection)
 
@@ -360,6 +375,8 @@ def _refused(error: psycopg.Error) -> LoginRefusedError:
     """Return why a connection could not be had."""
     text = str(error)
     asked = bool(error.pgconn and error.pgconn.used_password)
+    if "permission denied for database" in text:
+        return LoginRefusedError("This role may not connect to this database.")
     if _REFUSED.search(text) or (asked and not _UNREACHABLE.search(text)):
         return WrongPasswordError("Login failed. Check user and password.")
     return UnreachableError("The database cannot be reached, or it takes no more connections.")
@@ -373,9 +390,7 @@ def log_in(lender: Lender, database: Database, user: str, password: str, timeout
     # libpq would look for an empty password in PGPASSWORD and in password files.
     if not user or not password or "\0" in user + password:
         raise WrongPasswordError("Login failed. Check user and password.")
-    given: dict[str, Any] = {
-        k: v for k, v in conninfo_to_dict(database.dsn).items() if k not in _NOT_TAKEN
-    }
+    given: dict[str, Any] = {k: v for k, v in conninfo_to_dict(database.dsn).items() if k not in _NOT_TAKEN}
     conninfo = with_keepalives(
         make_conninfo("", **given, user=user, password=password, gssencmode="disable"), "pgque web"
     )
