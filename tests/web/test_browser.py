@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, sync_playwright
 from psycopg.conninfo import conninfo_to_dict
 
-from conftest import Role, Roles
+from conftest import Queues, Role, Roles
 from pgque import embedded
 from support import processes
 from support.pages import served
@@ -263,6 +263,77 @@ def test_an_open_page_is_kept_up_to_date_and_shows_when_it_is_stale_or_of_anothe
     assert admin.name in page.locator(".who").inner_text()
     page.clock.run_for(10_100)
     page.locator(".who").get_by_text(reader.name).wait_for()
+
+
+def test_an_open_page_goes_on_after_a_click_and_pauses_only_while_somebody_types(
+    opened: Open, address: str, admin: Role, filled: str, new_queue: Queues, conn: Connection
+) -> None:
+    new_queue()
+    page = opened(address)
+    page.clock.install()
+    page.goto(f"{address}/queue?queue={filled}")
+    log_in(page, admin)
+    facts, paused = page.locator(".facts").first, page.get_by_text("Paused while you type.")
+
+    def sent(number: int) -> None:
+        """Send one more message, and wait until the page shows it."""
+        conn.execute("select pgque.send(%s, 'x'::text)", [filled])
+        page.clock.run_for(10_100)
+        facts.get_by_text(str(number), exact=True).first.wait_for()
+
+    before = int(facts.get_by_text("Since the last tick").locator("..").locator("dd").inner_text())
+    # A click into a table, which takes the focus.
+    page.get_by_role("region", name="Workers").get_by_text("w1").click()
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Workers"
+    sent(before + 1)
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Workers"
+    # A button and a link keep the focus, each the one of its row.
+    for role, name in (("button", "Retry now: consumer billing"), ("link", "Purge…")):
+        page.get_by_role(role, name=name).focus()  # type: ignore[arg-type]
+        before += 1
+        sent(before + 1)
+        focused = page.evaluate("document.activeElement.ariaLabel || document.activeElement.textContent")
+        assert focused == name
+    assert paused.count() == 0
+
+    # A text that is selected stays.
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('.facts'))")
+    paused.wait_for()
+    assert paused.get_attribute("role") == "status"
+    assert paused.is_visible()
+    conn.execute("select pgque.send(%s, 'x'::text)", [filled])
+    page.clock.run_for(30_000)
+    assert facts.get_by_text(str(before + 2), exact=True).count() == 0
+    page.evaluate("getSelection().removeAllRanges()")
+    page.clock.run_for(10_100)
+    facts.get_by_text(str(before + 2), exact=True).first.wait_for()
+    assert paused.count() == 0
+
+    # The first page has a form in its live part.
+    page.goto(address)
+    field = page.get_by_label("Name contains")
+    field.wait_for()
+    at = page.get_by_text("Figures of")
+    field.focus()
+    page.clock.run_for(100)
+    paused.wait_for()
+    field.fill("q")
+    page.get_by_role("heading").first.click()  # it is left, but not sent yet
+    page.clock.run_for(30_000)
+    assert field.input_value() == "q"
+    assert paused.is_visible()
+    shown = at.inner_text()
+    field.fill("")
+    page.get_by_role("heading").first.click()
+    page.clock.run_for(100)
+    paused.wait_for(state="detached")
+    page.wait_for_timeout(1000)
+    for _ in range(30):  # the figures of all queues may be taken slowly
+        page.clock.run_for(10_100)
+        page.wait_for_timeout(500)
+        if at.inner_text() != shown:
+            break
+    assert at.inner_text() != shown
 
 
 @pytest.mark.slow  # runs the demo

@@ -29,7 +29,7 @@ from ..ops.overview import (
     counts,
     figures,
 )
-from . import chart
+from . import chart, send
 from .database import Parameters
 from .page import Page, Row
 
@@ -64,6 +64,8 @@ class Shown:
 
 def show(page: Page) -> Response:
     """Show the problems, a chart of the rates, and the queues, 50 a page."""
+    if page.only_sends:
+        return send.choose(page)
     taken = shared(page)
     if taken is None:
         return page.shown("wait.html")

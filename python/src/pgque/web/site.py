@@ -136,7 +136,8 @@ class Site(Shared):
             root += self.config.path_prefix
         path = scope["path"]
         if root and (path + "/").startswith(root + "/"):
-            path = path[len(root) :] or "/"
+            path = path[len(root) :] or "/"  # the first page, with or without a slash
+            scope = {**scope, "path": root + path}
         scope = {**scope, "root_path": root, "pgque.path": path}
 
         async def send_safely(message: Message) -> None:
@@ -208,6 +209,10 @@ class Site(Shared):
                 finally:
                     self.samples.forget(session.database)
         except PgqueError as error:
+            if session.connections.over:
+                self.sessions.end(session)
+                to = {"next": _here(request)} if request.method == "GET" else {"ended": 1}
+                return RedirectResponse(address(request, "/login", {**to, "changed": 1}), status_code=303)
             if not isinstance(error, (PgqueConnectionError, PgqueBadArgumentError)):
                 session.forms.pop(sent, None)  # nothing was done
             back = Form.read(fields).get("back") if not reads else ""
@@ -245,16 +250,14 @@ class Site(Shared):
 
     async def _login_page(self, request: Request) -> Response:
         form = Form.read(request.url.query)
-        error = (
-            "Nothing was changed: the session has ended. Log in and try again." if form.get("ended") else ""
-        )
-        return login.show(self, request, form.get("next"), error=error)
+        why = [text for name, text in _WHY.items() if form.get(name)]
+        return login.show(self, request, form.get("next"), error=" ".join(why))
 
     async def _log_in(self, request: Request) -> Response:
         form = Form.read(await self._body(request, MOST_LOGIN_BYTES))
         token = self.cookie(request, LOGIN_COOKIE)
         self._check_form(request, token, form)
-        return await run_in_threadpool(login.log_in, self, request, form, self.session(request))
+        return await login.log_in(self, request, form, self.session(request))
 
     async def _log_out(self, request: Request) -> Response:
         form = Form.read(await self._body(request, MOST_LOGIN_BYTES))
@@ -308,6 +311,11 @@ class Site(Shared):
             raise HTTPException(400, "The form is not in URL encoding.") from None
 
 
+# Why somebody has to log in
+_WHY = {
+    "changed": "The password or the right to log in of this role has changed: log in again.",
+    "ended": "Nothing was changed: the session has ended. Log in and try again.",
+}
 _STATUS: dict[type[PgqueError], int] = {
     PgqueQueueNotFoundError: 404,
     PgqueConsumerNotFoundError: 404,
