@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -65,6 +65,19 @@ class Connection:
         with within(self._connection, seconds + COMMAND_TIMEOUT), self._connection.transaction():
             self._connection.execute(_SETTINGS, [f"{1000 * seconds:.0f}ms", self._read_only])
             return self._connection.execute(query, parameters)
+
+    @contextmanager
+    def steady(self) -> Iterator[Callable[[LiteralString, Parameters], psycopg.Cursor[DictRow]]]:
+        """Lend a call that runs statements in one transaction, which sees one state of the database and does
+        not change a row that another one changed meanwhile: psycopg.errors.SerializationFailure."""
+        with within(self._connection, self._timeout + COMMAND_TIMEOUT), self._connection.transaction():
+            self._connection.execute("set transaction isolation level repeatable read")
+            self._connection.execute(_SETTINGS, [f"{1000 * self._timeout:.0f}ms", self._read_only])
+            yield self._connection.execute
+
+    def rendered(self, query: LiteralString, parameters: Parameters) -> str:
+        """Return a statement with its parameters as literals, to be shown."""
+        return psycopg.ClientCursor(self._connection).mogrify(query, parameters)
 
 
 class Connections:
