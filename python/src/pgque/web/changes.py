@@ -222,7 +222,7 @@ def _unsubscribed(page: Page, count: int) -> str:
 # -- recurring messages ----------------------------------------------------------------
 
 _SCHEDULE = (
-    Field("queue", "Queue", needed=True, words="queue"),
+    Field("queue", "Queue", needed=True, words="queue not found"),
     Field("cron", "Schedule", "five fields of cron, six with seconds, or an interval such as 15 minutes",
           needed=True, words="schedule|cron"),
     Field("timezone", "Time zone", "for example Europe/Berlin", default="UTC", needed=True, words="time zone"),
@@ -455,7 +455,7 @@ CHANGES = (
         _to_access,
         about=("queue",),
         fields=(
-            Field("role", "Role", "a role of the server, as in pg_roles", needed=True, words="role"),
+            Field("role", "Role", "a role of the server, as in pg_roles", needed=True, words="^role"),
             Field("right", "Right", choices=RIGHTS, default="consume"),
         ),
         text="The role becomes a member of pgque_user, which gives no right to a queue.",

@@ -91,8 +91,9 @@ def _asked(page: Page) -> tuple[list[Row], list[Row]]:
     form began with. An empty text restores the default."""
     rows = read(page, page.form.need("queue"))
     for row in rows:
-        row["was"] = page.form.get(f"was-{row['name']}")
-        row["typed"] = "" if page.form.get("default") == row["name"] else page.form.get(f"set-{row['name']}")
+        was, typed = page.form.get(f"was-{row['name']}"), page.form.get(f"set-{row['name']}")
+        if was or typed:  # a preview has only those that change
+            row["was"], row["typed"] = was, "" if page.form.get("default") == row["name"] else typed
     return rows, [row for row in rows if row["typed"] != row["was"]]
 
 
