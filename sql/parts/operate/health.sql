@@ -243,7 +243,7 @@ begin
     from (
       -- A consumer may have the name of a subconsumer of another one: a.b.
       select distinct on (c.consumer_name) c.*
-      from pgque._consumers(p_queue, v_back.subs, v_back.positions, false, v_last) c
+      from pgque._consumers(p_queue, v_back.subs, v_back.positions, false, v_last, pgque._has_new_rows(p_queue.queue_id, v_last, pg_current_snapshot())) c
       order by c.consumer_name, c.role = 'coop_member'
     ) i
     cross join lateral (values
@@ -401,12 +401,12 @@ begin
 end
 $$;
 
-create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, out status text, out detail text, out advice text)
+create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, p_new boolean, out status text, out detail text, out advice text)
 language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_waits  interval;   -- how long a message has waited for a tick
 begin
-  if pgque._tick_reason(p_queue, p_last, pg_current_snapshot()) = 'events' then
+  if pgque._tick_reason(p_queue, p_last, pg_current_snapshot(), p_new) = 'events' then
     -- The seal or the purge of a message with a key is no message.
     execute format('select $1 - greatest($2, e.ev_time) from (%s) e where (e.ev_owner < 0) is not true limit 1',
       pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, pg_current_snapshot())))
@@ -433,7 +433,7 @@ end
 $$;
 
 create or replace function pgque._health_consumers(
-  p_queue pgque.queue, p_last pgque.tick, p_consumers bigint, p_subs pgque.subscriber[], p_positions pgque.position[], p_cause text,
+  p_queue pgque.queue, p_last pgque.tick, p_new boolean, p_consumers bigint, p_subs pgque.subscriber[], p_positions pgque.position[], p_cause text,
   out status text, out detail text, out advice text
 )
 language plpgsql as $$
@@ -455,7 +455,7 @@ begin
     return;
   end if;
   select c.consumer_name, c.lag into v_late
-  from pgque._consumers(p_queue, p_subs, p_positions, false, p_last) c
+  from pgque._consumers(p_queue, p_subs, p_positions, false, p_last, p_new) c
   order by c.lag desc, c.consumer_name
   limit 1;
   status := case
@@ -510,7 +510,7 @@ $$;
 -- lease was extended again and again, or is long.  Leased messages are not pending, so
 -- no other check shows them.
 create or replace function pgque._health_leases(
-  p_queue pgque.queue, p_subs pgque.subscriber[], out status text, out detail text, out advice text
+  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], out status text, out detail text, out advice text
 )
 language plpgsql as $$
 declare
@@ -518,16 +518,22 @@ declare
   v_long  interval := greatest(10 * p_queue.queue_visibility_timeout, nullif(p_queue.queue_health_pending_fail, '0'));
   v_held  record;   -- the oldest one
 begin
-  select pgque._subscriber_name(s) as consumer, h.worker, v_now - h.since as age into v_held
-  from pg_catalog.unnest(p_subs) s
+  select pgque._subscriber_name(p_subs[g.n]) as consumer, h.worker, v_now - h.since as age into v_held
+  from pg_catalog.generate_subscripts(p_subs, 1) g (n)
   cross join lateral (
-    select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._open_batches(s.sub_id) o where o.until > v_now
+    select (o.lease).pos_worker as worker, (o.lease).pos_time as since
+    from pgque._open_batches((p_subs[g.n]).sub_id) o
+    where pg_catalog.cardinality((p_positions[g.n]).pos_open) > 0 and o.until > v_now
     union all
     select l.pos_worker, l.pos_time
-    from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now) b
-    cross join lateral pgque._lease(s.sub_id, b.id) l
+    from (
+      select distinct r.ev_batch as id
+      from pgque.retry_queue r
+      where r.ev_owner = (p_subs[g.n]).sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now
+    ) b
+    cross join lateral pgque._lease((p_subs[g.n]).sub_id, b.id) l
   ) h
-  where s.sub_role = 'pool'
+  where (p_subs[g.n]).sub_role = 'pool'
   order by h.since
   limit 1;
   status := case when v_held.age > v_long and p_queue.queue_health_pending_fail > '0' then 'warn' else 'ok' end;
@@ -546,6 +552,7 @@ create or replace function pgque._queue_health(
 language plpgsql as $$
 declare
   v_last     pgque.tick;
+  v_new      boolean;
   v_back     record;
   v_ticks    record;
   v_retries  record;
@@ -569,7 +576,8 @@ begin
   v_last := pgque._last_tick(p_queue);
   select f.* into v_back from pgque._slowest_consumers(p_queue.queue_id) f;
   return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_back.slowest, v_back.slowest_seq) h;
-  v_ticks := pgque._health_ticks(p_queue, v_last);
+  v_new := pgque._has_new_rows(p_queue.queue_id, v_last, pg_current_snapshot());
+  v_ticks := pgque._health_ticks(p_queue, v_last, v_new);
   return query select 'ticks', queue, v_ticks.status, v_ticks.detail, v_ticks.advice;
   return query
     select 'rotation', queue, case when r.late then 'warn' else 'ok' end,
@@ -584,10 +592,10 @@ begin
   v_retries := pgque._health_retries(p_queue, p_pumped, v_back.subs);
   return query
     select 'consumers', queue, h.*
-    from pgque._health_consumers(p_queue, v_last, v_back.consumers, v_back.subs, v_back.positions,
+    from pgque._health_consumers(p_queue, v_last, v_new, v_back.consumers, v_back.subs, v_back.positions,
       case when v_ticks.status <> 'ok' then 'ticks' when v_retries.status <> 'ok' then 'retries' end) h;
   return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice;
-  return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs) h;
+  return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs, v_back.positions) h;
   return query
     select 'dead letters', queue, case when d.stay + d.waiting > 0 then 'warn' else 'ok' end,
       d.stay || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
