@@ -179,10 +179,18 @@ def test_settings_are_shown_with_their_source_and_edited_in_place(
         return text(Page())  # type: ignore[arg-type]
 
     assert "built in How often a rejected message is redelivered" in shown("max_retries")
-    assert "retries Save Default: 5" in shown("max_retries")
-    b.post("/queue/setting", queue=queue, setting="max_retries", value="3")
+    assert "retries Default: 5" in shown("max_retries")
+    fields = {"queue": queue, "was-max_retries": "5", "set-max_retries": "3", "was-max_depth": "0", "set-max_depth": "0"}
+    page = text(b.post("/queue/settings/preview", **fields))
+    assert "Save 1 setting of queue" in page
+    assert "max_retries 5 3 How often a rejected message is redelivered" in page
+    assert f"""select pgque.alter_queue('{queue}', '{{"max_retries": "3"}}'::jsonb)""" in page
+    assert conn.execute(value, [queue, "max_retries"]).fetchone() == ("5",)  # to ask changes nothing
+    assert "max_retries is now 3." in text(b.post("/queue/settings", **fields))
     assert conn.execute(value, [queue, "max_retries"]).fetchone() == ("3",)
     assert "this queue" in shown("max_retries")
+    page = text(b.get("/queue", queue=queue))
+    assert page.index("Changed for this queue 1: max_retries") < page.index("Delivery and failures")
 
     try:
         conn.execute("select pgque.set_default_config('message_ttl', '3 days')")
@@ -191,17 +199,15 @@ def test_settings_are_shown_with_their_source_and_edited_in_place(
     finally:
         conn.execute("select pgque.set_default_config('message_ttl', null)")
 
-    page = b.post(
-        "/queue/setting", queue=queue, setting="max_retries", value="-1", back=f"/queue?queue={queue}"
-    )
-    assert "max_retries" in text(page)
-    assert 'role="alert"' in page.text
-    # Without a fragment of its own, the browser would mark the row of the setting as saved.
-    assert page.history[-1].headers["location"].endswith("#main")
-    assert conn.execute(value, [queue, "max_retries"]).fetchone() == ("3",)
-    page = b.post("/queue/setting", queue=queue, setting="max_retries", default="1", value="7")
+    # The button Default, in the form as a browser sends it
+    fields = {"queue": queue, "was-max_retries": "3", "set-max_retries": "7", "default": "max_retries"}
+    page = b.post("/queue/settings/preview", **fields)
+    assert "max_retries 3 default: 5" in text(page)
+    assert '{"max_retries": null}' in text(page)
+    page = b.post("/queue/settings", **{"queue": queue, "was-max_retries": "3"})
     assert "max_retries is now 5." in text(page)
     assert "built in" in shown("max_retries")
+    assert "nothing to save" in text(b.post("/queue/settings/preview", queue=queue))
 
     page = b.get("/queue", queue=queue)
     for choice in ("drop", "dead_letter", "hold"):
@@ -599,7 +605,7 @@ def test_a_role_with_a_right_to_one_queue_sees_that_queue_and_is_offered_what_it
     )
 
     every = (
-        'href="/messages?', 'href="/dead?', 'href="/archive?', 'href="/send?', "Purge", "Pause sending", ">Save<", "Reclaim",
+        'href="/messages?', 'href="/dead?', 'href="/archive?', 'href="/send?', "Purge", "Pause sending", ">Save…<", "Reclaim",
     )  # fmt: skip
     offered = {
         own: every,
@@ -617,10 +623,11 @@ def test_a_role_with_a_right_to_one_queue_sees_that_queue_and_is_offered_what_it
     conn.execute("select pgque.send(%s, 'new payload'::text)", [read])
     assert "new payload" in text(b.get("/messages", queue=read))
     assert "may not send" in text(b.get("/send", queue=read))
-    assert "is now 2" in text(b.post("/queue/setting", queue=own, setting="max_retries", value="2"))
+    two = {"was-max_retries": "5", "set-max_retries": "2"}
+    assert "is now 2" in text(b.post("/queue/settings", queue=own, **two))
     # What is not offered is refused as well.
     for name in (read, write, other):
-        b.post("/queue/setting", 403, queue=name, setting="max_retries", value="2")
+        b.post("/queue/settings", 403, queue=name, **two)
         b.post("/queue/pause", 403, queue=name)
         b.post("/queue/purge", 403, queue=name)
         b.get("/dead", 403, queue=name)
@@ -743,7 +750,10 @@ def test_no_text_of_a_user_becomes_markup_or_sql(
         for field in ("type", "text", "consumer", "key", "reason"):
             pages.append(b.get(path, queue=queue, **{field: EVIL}))
     pages.append(b.post("/dead/ask", queue=queue, action="requeue", all=1, reason=EVIL))
-    pages.append(b.post("/queue/setting", queue=queue, setting=EVIL, value=EVIL, back="/recurring"))
+    pages.append(b.post("/queue/settings/preview", **{"queue": queue, "set-max_retries": EVIL}))
+    pages.append(b.post("/queue/settings", 409, **{"queue": queue, "set-max_retries": EVIL}))
+    was = {"was-max_retries": "5", "was-drop_policy": "dead_letter"}
+    pages.append(b.post("/queue/settings", 400, queue=queue, **{"set-max_retries": EVIL, "set-drop_policy": EVIL}, **was))
     pages.append(
         b.post("/send", 400, queue=queue, payload=EVIL.replace("\x1b", ""), headers=EVIL.replace("\x1b", ""))
     )
@@ -811,7 +821,7 @@ def test_who_did_what_is_shown_to_administrators(
     one, other = new_queue(NAME), new_queue()
     b = browser(admin)
     for name in (one, other):
-        b.post("/queue/setting", queue=name, setting="max_retries", value="3")
+        b.post("/queue/settings", queue=name, **{"was-max_retries": "5", "set-max_retries": "3"})
     page = text(b.get("/actions", of=one))
     assert f"{admin.name} pgque web {one}" in page
     assert '"param_value": "3"' in page or '"max_retries": "3"' in page, page

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -106,6 +106,19 @@ class Connection:
         with within(self._connection, seconds + COMMAND_TIMEOUT), self._connection.transaction():
             self._connection.execute(_SETTINGS, [f"{1000 * seconds:.0f}ms", self._read_only])
             return self._connection.execute(query, parameters)
+
+    @contextmanager
+    def steady(self) -> Iterator[Callable[[LiteralString, Parameters], psycopg.Cursor[DictRow]]]:
+        """Lend a call that runs statements in one transaction, which sees one state of the database and does
+        not change a row that another one changed meanwhile: psycopg.errors.SerializationFailure."""
+        with within(self._connection, self._timeout + COMMAND_TIMEOUT), self._connection.transaction():
+            self._connection.execute("set transaction isolation level repeatable read")
+            self._connection.execute(_SETTINGS, [f"{1000 * self._timeout:.0f}ms", self._read_only])
+            yield self._connection.execute
+
+    def rendered(self, query: LiteralString, parameters: Parameters) -> str:
+        """Return a statement with its parameters as literals, to be shown."""
+        return psycopg.ClientCursor(self._connection).mogrify(query, parameters)
 
 
 @dataclass(slots=True, eq=False)

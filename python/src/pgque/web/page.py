@@ -222,6 +222,15 @@ class Page:
         """Return the one value of a query."""
         return next(iter(self.one(query, parameters).values()), None)
 
+    def sql(self, query: LiteralString, parameters: Parameters = ()) -> str:
+        """Return a statement as somebody would type it into psql. Only to be shown: what runs has parameters."""
+        try:
+            return self.connection.rendered(query, parameters)
+        except psycopg.Error as error:
+            raise from_psycopg(error) from error
+        except UnicodeEncodeError as error:
+            raise PgqueBadArgumentError("a text is not valid Unicode") from error
+
     def elsewhere(self, ask: Callable[[Page], T]) -> Callable[[], T]:
         """Return a call that asks over another connection of this session, after this page was answered."""
 

@@ -35,7 +35,7 @@ from ..errors import (
     PgquePermissionDeniedError,
     PgqueQueueNotFoundError,
 )
-from . import actions, archive, dead, failing, login, messages, overview, queue, recurring, send, streams
+from . import actions, archive, changes, dead, failing, login, messages, overview, queue, recurring, send, settings, streams
 from .config import Config
 from .figures import Figures
 from .page import Form, Page, address, rendered
@@ -52,7 +52,8 @@ Handler = Callable[[Page], Response]
 READS: dict[str, Handler] = {
     "/": overview.show,
     "/queue": queue.show,
-    "/queue/purge": queue.ask_purge,
+    "/queue/settings": settings.show,
+    "/queue/access": queue.show_access,
     "/queue/seek": queue.ask_seek,
     "/dead": dead.show,
     "/dead/purge": dead.ask_purge,
@@ -66,12 +67,12 @@ READS: dict[str, Handler] = {
     "/streams": streams.show,
     "/actions": actions.show,
     "/job": dead.show_job,
+    **changes.READS,
 }
 CHANGES: dict[str, Handler] = {
-    "/queue/setting": queue.set_one,
+    "/queue/settings": settings.save,
     "/queue/pause": queue.pause,
     "/queue/resume": queue.resume,
-    "/queue/purge": queue.purge,
     "/queue/reclaim": queue.reclaim,
     "/queue/reclaim/worker": queue.reclaim_worker,
     "/queue/retry": queue.retry_now,
@@ -83,9 +84,10 @@ CHANGES: dict[str, Handler] = {
     "/send": send.send,
     "/recurring/do": recurring.do,
     "/archive/replay": archive.replay,
+    **changes.RUNS,
 }
 # Forms that show a question and change nothing.
-ASKS: dict[str, Handler] = {"/dead/ask": dead.ask}
+ASKS: dict[str, Handler] = {"/dead/ask": dead.ask, "/queue/settings/preview": settings.ask, **changes.ASKS}
 
 STATIC = {"style.css": "text/css", "live.js": "text/javascript", "icon.svg": "image/svg+xml"}
 
