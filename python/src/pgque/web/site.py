@@ -89,7 +89,12 @@ CHANGES: dict[str, Handler] = {
 # Forms that show a question and change nothing.
 ASKS: dict[str, Handler] = {"/dead/ask": dead.ask, "/queue/settings/preview": settings.ask, **changes.ASKS}
 
-STATIC = {"style.css": "text/css", "live.js": "text/javascript", "icon.svg": "image/svg+xml"}
+STATIC = {
+    "style.css": "text/css",
+    "live.js": "text/javascript",
+    "time.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self';"
