@@ -882,7 +882,7 @@ comment on function pgque.health() is
 create or replace function pgque.overview(
   queue_name text default null, caller pgque.caller default current_user,
   out queue text, out paused boolean, out ev_per_sec double precision, out events bigint, out pending_events bigint, out lag_seconds double precision,
-  out retries bigint, out dead_letters bigint, out in_flight bigint, out consumers bigint, out bytes bigint, out problems jsonb
+  out retries bigint, out dead_letters bigint, out in_flight bigint, out consumers bigint, out bytes bigint, out ticker_paused boolean, out problems jsonb
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
 declare
@@ -904,12 +904,12 @@ begin
     )
     select q.queue_name, q.queue_paused, (s.figures ->> 'ev_per_sec')::double precision, (s.figures ->> 'events')::bigint, (s.figures ->> 'pending')::bigint,
       (s.figures ->> 'lag')::double precision, (s.figures ->> 'retries')::bigint, (s.figures ->> 'dead')::bigint, (s.figures ->> 'in_flight')::bigint,
-      (s.figures ->> 'consumers')::bigint, (v_sizes ->> q.queue_id::text)::bigint, coalesce(s.problems, '[]')
+      (s.figures ->> 'consumers')::bigint, (v_sizes ->> q.queue_id::text)::bigint, q.queue_ticker_paused, coalesce(s.problems, '[]')
     from pgque.queue q
     left join seen s on s.queue = q.queue_name
     where q.queue_id = any (v_queues)
     union all
-    select null, null, null, null, null, null, null, null, null, null, null, s.problems
+    select null, null, null, null, null, null, null, null, null, null, null, null, s.problems
     from seen s
     where s.queue is null and s.problems is not null
     order by 1 nulls first;
@@ -917,6 +917,6 @@ end
 $$;
 comment on function pgque.overview(text, pgque.caller) is
   'Returns what pgque web and pgque top show first, one row for each queue that the caller has a right to, or for one queue: paused, ev_per_sec (over the last minute), events (sent, '
-  'ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries, dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), and '
+  'ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries, dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), ticker_paused, and '
   'problems (the rows of health() that are not ok, as a JSON array). For a member of pgque_reader, a first row without a queue has those of the whole server. Figures are NULL if another '
   'session has a table of the queue locked. Errors: PQ001 no such queue.';

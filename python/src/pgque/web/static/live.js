@@ -34,6 +34,10 @@
       if (session(fresh) !== session(document)) { location.reload(); return; }
       upToDate();
       const now = part(fresh);
+      for (const one of now ? now.querySelectorAll("details[id]") : []) {
+        const before = old.querySelector(`#${CSS.escape(one.id)}`);
+        if (before) one.open = before.open;  // a list that somebody unfolded stays so
+      }
       if (now && part(document) === old && !old.contains(document.activeElement)) old.replaceWith(now);
     } catch (error) {
       outOfDate(old);
