@@ -16,6 +16,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from conftest import Queues, Role, Roles
 from pgque import embedded
+from pgque.web.site import READS
 from support import processes
 from support.pages import served
 from support.servers import REPOSITORY
@@ -126,9 +127,7 @@ def count(conn: Connection, queue: str, status: str) -> int:
 def dead_letters_of(page: Page, queue: str) -> Locator:
     """Return the overview's link. It appears late: viewers share figures for ten seconds, and longer where they
     are slow to take."""
-    return page.locator(".problems li", has_text=f"{queue}: dead letters").get_by_role(
-        "link", name="Show dead letters"
-    )
+    return page.locator("#problem-dead-letters").get_by_role("link", name=f"Show dead letters of {queue}")
 
 
 def test_somebody_who_is_paged_mends_it(
@@ -495,6 +494,50 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
     assert found == []
 
 
+EVERY_RULE = "axe.run({resultTypes: ['violations'], rules: Object.fromEntries(axe.getRules().map(r => [r.ruleId, {enabled: true}]))})"
+# The sixth level of contrast is above what this page aims at.
+NOT_AIMED_AT = {"color-contrast-enhanced"}
+
+
+def test_state_and_queues_are_in_view_with_eight_problems(
+    opened: Open, address: str, admin: Role, filled: str, new_queue: Queues, conn: Connection
+) -> None:
+    conn.execute("select pgque.set_queue_config(%s, 'max_depth', '10')", [filled])
+    conn.execute("select pgque.create_recurring('eighth', %s, '* * * * *', 't', 'x'::text)", [new_queue()])
+    for change in (
+        "pgque.pause(%s)",
+        "pgque.alter_queue(%s, '{\"ticker_paused\": true}')",
+        "pgque.subscribe(%s, 'late')",
+    ):
+        conn.execute(f"select {change}".encode(), [new_queue()])
+    for _ in range(3):
+        conn.execute("select pgque.pause(%s)", [new_queue()])
+    problems = "select count(*) from pgque.health() where status <> 'ok'"
+    try:
+        row = conn.execute(problems).fetchone()
+        assert row is not None
+        assert row[0] >= 8
+        for width, height in ((1440, 900), (390, 800)):
+            page = opened(address, admin, viewport={"width": width, "height": height})
+            page.locator(".kinds a").first.wait_for(timeout=60_000)
+            picture(page, f"state-{width}")
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+            bottom = "e => e.getBoundingClientRect().bottom"
+            assert page.locator(".strip").evaluate(bottom) < height
+            if width == 1440:
+                rows = page.locator("tbody tr")
+                assert rows.nth(min(rows.count(), 8) - 1).evaluate(bottom) <= height
+        # From the top to a kind, and to its queues
+        page.get_by_role("navigation", name="Problems").get_by_role("link", name="sending is paused").click()
+        group = page.locator("#problem-paused")
+        assert group.evaluate("e => e.matches(':target')")
+        group.locator("summary").click()
+        group.get_by_role("link", name="Show the queue").first.click()
+        assert page.get_by_role("button", name="Resume sending").is_visible()
+    finally:
+        conn.execute("select pgque.drop_recurring('eighth')")
+
+
 @pytest.mark.slow  # each page is read twice by axe-core
 def test_pages_fit_a_phone_and_can_be_used_by_keyboard_and_screen_reader(
     opened: Open, address: str, admin: Role, filled: str, axe: str, conn: Connection
@@ -524,8 +567,12 @@ def test_pages_fit_a_phone_and_can_be_used_by_keyboard_and_screen_reader(
         "actions": "/actions",
         "purge": f"/queue/purge?queue={filled}",
         "seek": f"/queue/seek?queue={filled}&consumer=billing&to=latest",
+        "dead_purge": f"/dead/purge?queue={filled}",
+        "cancel": f"/message/cancel?queue={filled}&id=8",
         "login": "/login",
     }
+    # A page that is new has to be added here.
+    assert set(READS) - {"/job"} == {path.partition("?")[0] for path in paths.values()} - {"/login"}
     found = []
     for name, width, scheme in (("dark", 1200, "dark"), ("phone", 360, "light")):
         page = opened(address, admin, viewport={"width": width, "height": 800}, color_scheme=scheme)
@@ -535,9 +582,9 @@ def test_pages_fit_a_phone_and_can_be_used_by_keyboard_and_screen_reader(
             too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert too_wide <= 0, (title, name, too_wide)
             page.evaluate(axe)
-            result = page.evaluate("axe.run({resultTypes: ['violations']})")
+            result = page.evaluate(EVERY_RULE)
             assert len(result["passes"]) > 10
-            for rule in result["violations"]:
+            for rule in (r for r in result["violations"] if r["id"] not in NOT_AIMED_AT):
                 found.append((title, name, rule["id"], rule["nodes"][0]["html"][:200]))
         # With the keyboard alone: the first key leads past the navigation, and every focus can be seen.
         page.goto(address + paths["queue"])

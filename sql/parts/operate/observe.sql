@@ -88,17 +88,17 @@ $$;
 create or replace function pgque._shorten_lock_timeout() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
--- Returns the tick since which the rate of a queue is counted: the last one that is a
--- minute old, found backwards, since a busy queue has too many ticks to read; the first
--- tick of a younger queue.  p_last: the last tick.
-create or replace function pgque._tick_of_rate(p_queue pgque.queue, p_last pgque.tick) returns pgque.tick
+-- Returns how many messages a second were sent to a queue: since its last tick that is a
+-- minute old, found backwards, since a busy queue has too many ticks to read, or since
+-- the first tick of a younger queue.  p_last: the last tick.
+create or replace function pgque._rate(p_queue pgque.queue, p_last pgque.tick) returns double precision
 language plpgsql as $$
 declare
   v_before  timestamptz := pgque.clock() - interval '1 minute';
   v_tick    pgque.tick;
 begin
   if p_last.tick_time <= v_before then
-    return p_last;
+    return 0;
   end if;
   execute pg_catalog.format('select t.* from pgque.tick_%s_%s t where t.tick_time <= $1 order by t.tick_id desc limit 1', p_queue.queue_id, p_queue.queue_cur_table)
   into v_tick using v_before;
@@ -109,7 +109,8 @@ begin
   if v_tick.tick_id is null then
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
   end if;
-  return v_tick;
+  -- For a second at least: a burst after the creation is no rate.
+  return (p_last.tick_event_seq - v_tick.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_tick.tick_time), 1);
 end
 $$;
 
@@ -130,7 +131,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
-  v_old    pgque.tick;
+  v_rate   double precision;
   v_seq    bigint;
 begin
   if $1 is not null then
@@ -142,12 +143,12 @@ begin
     order by q.queue_name
   loop
     v_last := null;
-    v_old := null;
+    v_rate := null;
     begin
       perform pgque._shorten_lock_timeout();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
-        v_old := pgque._tick_of_rate(v_queue, v_last);
+        v_rate := pgque._rate(v_queue, v_last);
       end if;
       v_seq := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
@@ -159,6 +160,7 @@ begin
         null;
       when lock_not_available then
         v_last := null;
+        v_rate := null;
       when others then
         if $1 is not null or not pgque._was_dropped(v_queue.queue_id) then
           raise;
@@ -169,9 +171,7 @@ begin
       select v_queue.queue_name, v_queue.queue_ntables, v_queue.queue_cur_table, v_queue.queue_rotation_period, v_queue.queue_switch_time,
         v_queue.queue_external_ticker, v_queue.queue_ticker_paused, v_queue.queue_ticker_max_count, v_queue.queue_ticker_max_lag,
         v_queue.queue_ticker_idle_period, pgque.clock() - v_last.tick_time,
-        -- For a second at least: a burst after the creation is no rate.
-        ((v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1))::float8,
-        v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
+        v_rate, v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
   end loop;
 end
 $$;

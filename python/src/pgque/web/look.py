@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from markupsafe import Markup, escape
 
 from ..cli.common import visible
+from ..ops.problems import of
 from ..ops.units import NOTHING, number, size, span
 
 SHORT = 120  # characters of a text in a table
@@ -21,22 +22,6 @@ _TIME = re.compile(
     r"(?P<date>\d{4}-\d\d-\d\d) (?P<time>\d\d:\d\d:\d\d)(?:\.\d+)?(?P<zone>[+-]\d\d(?::\d\d)?)"
     r"|(?:(?P<days>\d{1,6}) days? )?\b(?P<hours>\d\d{1,5}:\d\d:\d\d)(?:\.\d+)?\b",
     re.ASCII,
-)
-_QUOTED = r"'(?:[^']|'')*'"
-# What a check advises in SQL, and the buttons that do it
-_BUTTONS = (
-    (re.compile(rf"select pgque\.resume\({_QUOTED}\)"), "press Resume sending on the page of the queue"),
-    (
-        re.compile(
-            rf"Read the reasons: select \* from pgque\.dlq_inspect\({_QUOTED}\)\. When the cause is mended: "
-            rf"select pgque\.dlq_requeue_all\({_QUOTED}\)"
-        ),
-        "open the dead letters, then requeue, replay or delete them",
-    ),
-    (
-        re.compile(rf"select pgque\.alter_queue\({_QUOTED}, '{{\"(\w+)\": \"?([^\"}}]*)\"?}}'\)"),
-        r"set \1 to \2 on the page of the queue",
-    ),
 )
 
 
@@ -105,12 +90,9 @@ def detail(value: str | None) -> Markup:
     return text(_TIME.sub(written, value or ""))
 
 
-def advice(value: str | None) -> Markup:
-    """Return the advice of a check: buttons of the page in place of the SQL that does the same."""
-    shown = value or ""
-    for statement, words in _BUTTONS:
-        shown = statement.sub(words, shown)
-    return text(shown)
+def advice(problem: dict[str, object]) -> Markup:
+    """Return what to do about a problem: the words for the page that mends it, or the advice of the check."""
+    return text(of(problem).words or problem["advice"])
 
 
 def as_json(value: object, indent: int | None = 2) -> str:
@@ -130,4 +112,5 @@ FILTERS: dict[str, Callable[..., object]] = {
     "as_json": as_json,
     "detail": detail,
     "advice": advice,
+    "kind": of,
 }

@@ -66,7 +66,10 @@
       const after = now.querySelectorAll(selector);
       return before.length === after.length ? [...before].map((element, n) => [element, after[n]]) : [];
     };
-    for (const [before, after] of pairs("details")) after.open = before.open;
+    for (const after of now.querySelectorAll("details[id]")) {
+      const before = old.querySelector(`#${CSS.escape(after.id)}`);
+      if (before) after.open = before.open;
+    }
     const scrolled = pairs(".scroll").map(([before, after]) => [after, before.scrollLeft]);
     old.replaceWith(now);
     for (const [box, left] of scrolled) box.scrollLeft = left;
