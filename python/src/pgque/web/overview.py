@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from ..ops.overview import (
     counts,
     figures,
 )
-from . import chart
+from . import chart, export
 from .database import Parameters
 from .page import Page, Row
 
@@ -77,6 +77,8 @@ def show(page: Page) -> Response:
         found.sort(key=lambda queue: (STATES.index(queue.state), not queue.paused))
     elif order != "name":
         found.sort(key=lambda queue: -(getattr(queue, order) or 0))
+    if export.wanted(page):
+        return export.answer(page, "queues", export.listed([_row(queue) for queue in found]))
     pages = max((len(found) + PER_PAGE - 1) // PER_PAGE, 1)
     number = min(max(page.form.number("page", 1), 1), pages)
     return page.shown(
@@ -94,6 +96,12 @@ def show(page: Page) -> Response:
         rates=rates(page, queues),
         at=taken.at,
     )
+
+
+def _row(queue: Figures) -> Row:
+    """Return a queue as a row of a file: its state, then its figures."""
+    figures = {one.name: getattr(queue, one.name) for one in fields(queue) if one.name != "problems"}
+    return {"name": queue.name, "state": queue.state} | figures
 
 
 def shared(page: Page) -> Shown | None:
