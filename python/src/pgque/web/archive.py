@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
+from . import export
+from .messages import END, SHOWN
 from .page import Page
 
 PER_PAGE = 50
 FILTERS = ("type", "key", "consumer", "since", "until", "text")
+
+
+_LISTED = (
+    "select a.archive_id, a.msg_id, a.outcome, a.consumer_name, a.type, a.key, a.sent_at, a.archived_at,"
+    " a.receive_count, coalesce(octet_length(a.payload), octet_length(a.payload_bytes), 0) as payload_size,"
+    " left(a.payload, %(cut)s) as payload, substr(a.payload_bytes, 1, %(cut)s) as payload_bytes"
+    " from pgque.archive_list(%(queue)s, %(most)s, since => %(since)s::timestamptz,"
+    " until => %(until)s::timestamptz, only_type => %(type)s, only_key => %(key)s,"
+    " only_consumer => %(consumer)s, matching => %(text)s, before_id => %(before)s) as a"
+)
 
 
 def show(page: Page) -> Response:
@@ -15,19 +27,18 @@ def show(page: Page) -> Response:
     name = page.form.need("queue")
     filters = {key: page.form.get(key) for key in FILTERS}
     longer = bool(page.form.get("longer"))
-    rows = page.search(
-        "select a.archive_id, a.msg_id, a.outcome, a.consumer_name, a.type, a.key, a.sent_at, a.archived_at,"
-        " left(a.payload, 200) as payload, a.payload_bytes is not null as is_bytes"
-        " from pgque.archive_list(%(queue)s, %(most)s, since => %(since)s::timestamptz,"
-        " until => %(until)s::timestamptz, only_type => %(type)s, only_key => %(key)s,"
-        " only_consumer => %(consumer)s, matching => %(text)s, before_id => %(before)s) as a",
-        {
-            **page.filters(FILTERS),
-            "queue": name,
-            "before": page.form.number("before", 2**63 - 1),
-            "most": PER_PAGE,
-        },
-    )
+    asked = {**page.filters(FILTERS), "queue": name, "before": page.form.number("before", END)}
+    if export.wanted(page):
+        return export.answer(
+            page,
+            f"archive-{name}",
+            lambda most, last: page.search(
+                _LISTED,
+                {**asked, "most": most, "cut": export.CUT}
+                | ({} if last is None else {"before": last["archive_id"]}),
+            ),
+        )
+    rows = page.search(_LISTED, {**asked, "most": PER_PAGE, "cut": SHOWN})
     return page.shown(
         "archive.html",
         queue=name,

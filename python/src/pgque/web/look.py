@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 
@@ -15,6 +16,7 @@ from ..ops.problems import of
 from ..ops.units import NOTHING, number, size, span
 
 SHORT = 120  # characters of a text in a table
+LEAST_SHARED = 12  # characters that all payloads of a list share: fewer are shown in each row
 MOST_SHOWN = 200_000  # characters, or bytes, of a payload on its page
 
 # A time, or a length of time, as PostgreSQL writes them
@@ -51,6 +53,31 @@ def short(value: object) -> Markup:
     """Return the start of a user's text."""
     whole = "" if value is None else str(value)
     return text(whole if len(whole) <= SHORT else whole[: SHORT - 1] + "…")
+
+
+def shared(rows: Iterable[dict[str, object]], column: str) -> str:
+    """Return the text with which the payloads of all rows begin, if it is worth showing once instead.
+
+    It ends with a character that is no part of a word, a number or an accent, so that none is cut.
+    """
+    texts = [str(row[column]) for row in rows if row[column] is not None]
+    if len(texts) < 2 or len(set(texts)) < 2:
+        return ""
+    prefix, other = min(texts), max(texts)  # what these two begin with all others begin with
+    end = next((n for n, (a, b) in enumerate(zip(prefix, other, strict=False)) if a != b), len(prefix))
+    while end and (
+        prefix[end - 1].isalnum()
+        or prefix[end - 1] == "\\"
+        or any(unicodedata.combining(text[end]) for text in texts if len(text) > end)
+    ):
+        end -= 1
+    return prefix[:end] if end >= LEAST_SHARED else ""
+
+
+def after(value: object, prefix: str) -> str:
+    """Return a payload with … for what all of its list begin with."""
+    whole = "" if value is None else str(value)
+    return f"…{whole[len(prefix) :]}" if prefix and whole.startswith(prefix) else whole
 
 
 def payload(row: dict[str, object]) -> dict[str, str]:
@@ -108,6 +135,8 @@ FILTERS: dict[str, Callable[..., object]] = {
     "text": text,
     "plain": plain,
     "short": short,
+    "shared": shared,
+    "after": after,
     "payload": payload,
     "as_json": as_json,
     "detail": detail,

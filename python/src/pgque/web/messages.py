@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from starlette.responses import Response
 
 from ..errors import PgqueMessageNotFoundError
+from . import export
 from .change import Statement
 from .look import MOST_SHOWN
 from .page import Page, Row
@@ -17,19 +18,23 @@ MOST_LETTERS = 10_000  # newest dead letters whose reasons are looked for
 LIVE = ("pending", "processing", "delayed", "retry", "expired")
 STATES = (*LIVE, "dead", "failed", "archived")
 
+SHOWN = 1_000  # characters of a payload that a list reads, to skip what all of them share
+END = 2**63 - 1  # an id above all others
+
 # What a list shows of a payload; the page of one message shows more of it.
 _COLUMNS = """
-m.msg_id, m.consumer_name, m.status, m.type, left(m.payload, 200) as payload,
-m.payload_bytes is not null as is_bytes, m.key, m.created_at, m.receive_count, m.last_error
+m.msg_id, m.consumer_name, m.status, m.type, m.key, m.created_at, m.receive_count, m.last_error,
+coalesce(octet_length(m.payload), octet_length(m.payload_bytes), 0) as payload_size,
+left(m.payload, %(cut)s) as payload, substr(m.payload_bytes, 1, %(cut)s) as payload_bytes
 """
 
-# After the id 0 a message has all its rows on one page, so a page may have a few more.
+# A message has all its rows on one page, so a page may have a few more.
 _LISTED = (
     "select "
     + _COLUMNS
     + """
 from pgque.list_messages(%(queue)s, %(status)s, %(most)s, %(type)s, %(key)s, %(consumer)s,
-  %(since)s::timestamptz, %(until)s::timestamptz, %(text)s, %(after)s) as m
+  %(since)s::timestamptz, %(until)s::timestamptz, %(text)s, null, %(before)s) as m
 """
 )
 
@@ -45,8 +50,8 @@ where (%(type)s::text is null or m.type = %(type)s) and (%(key)s::text is null o
   and (%(until)s::timestamptz is null or m.created_at < %(until)s::timestamptz)
   and (%(text)s::text is null
     or strpos(lower(concat_ws(' ', m.payload, m.headers::text, m.last_error)), lower(%(text)s)) > 0)
-  and m.msg_id > %(after)s
-order by m.msg_id limit %(most)s
+  and m.msg_id < %(before)s
+order by m.msg_id desc limit %(most)s
 """
 )
 
@@ -71,9 +76,21 @@ def show(page: Page) -> Response:
     admin = page.may("admin", name)
     filters = {key: form.get(key) for key in FILTERS}
     asked = page.filters(FILTERS)
-    asked |= {"queue": name, "after": form.number("after", 0), "most": PER_PAGE, "looked": LOOKED}
+    asked |= {"queue": name, "before": form.number("before", END), "most": PER_PAGE, "looked": LOOKED}
+    asked["cut"] = SHOWN
+    query = _LISTED if admin else _PEEKED
+    if export.wanted(page):
+        return export.answer(
+            page,
+            f"messages-{name}",
+            lambda most, last: page.search(
+                query,
+                {**asked, "cut": export.CUT, "most": most}
+                | ({} if last is None else {"before": last["msg_id"]}),
+            ),
+        )
     longer = bool(form.get("longer"))
-    rows = page.search(_LISTED, asked) if admin else page.rows(_PEEKED, asked)
+    rows = page.search(query, asked)
     return page.shown(
         "messages.html",
         queue=name,
@@ -85,7 +102,7 @@ def show(page: Page) -> Response:
         is_admin=admin,
         filters=filters,
         filtered=any(filters.values()),
-        after=form.get("after"),
+        before=form.get("before"),
         following=rows[-1]["msg_id"] if rows and len(rows) >= PER_PAGE else None,
         may_send=page.may_change("produce", name),
     )
