@@ -378,7 +378,7 @@ def print_table(title: str, rows: Iterable[Mapping[str, object]], of: str = "") 
     names: list[str] = []
     cells: list[list[str]] = []
     for name in rows[0]:
-        column = [_cell(row[name]) for row in rows]
+        column = [_cell(titles.word(name, row[name])) for row in rows]
         if not wide:
             if names and not any(column):
                 continue

@@ -70,8 +70,21 @@ TITLES = {
     "WorkerInfo.last_seen": "Last received (UTC)",
 }
 
+# The kinds of consumers, by their `role`
+KINDS = {
+    "normal": "reads on its own",
+    "pool": "shared by workers",
+    "coop_main": "with subconsumers",
+    "coop_member": "subconsumer",
+}
+
 
 def title(column: str, of: str = "") -> str:
     """Return the title of a column; `of` is the name of the type that has it."""
     known = TITLES.get(f"{of}.{column}") or TITLES.get(column)
     return known or column.replace("_", " ").capitalize()
+
+
+def word(column: str, value: object) -> object:
+    """Return the word for a value of a column, or the value itself."""
+    return KINDS.get(value, value) if column == "role" and isinstance(value, str) else value
