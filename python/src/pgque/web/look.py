@@ -7,24 +7,18 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 
 from markupsafe import Markup, escape
 
 from ..cli.common import visible
+from ..ops import units
 from ..ops.problems import of
-from ..ops.units import NOTHING, number, size, span
+from ..ops.units import NOTHING, number, readable, size, span
 
 SHORT = 120  # characters of a text in a table
 LEAST_SHARED = 12  # characters that all payloads of a list share: fewer are shown in each row
 MOST_SHOWN = 200_000  # characters, or bytes, of a payload on its page
-
-# A time, or a length of time, as PostgreSQL writes them
-_TIME = re.compile(
-    r"(?P<date>\d{4}-\d\d-\d\d) (?P<time>\d\d:\d\d:\d\d)(?:\.\d+)?(?P<zone>[+-]\d\d(?::\d\d)?)"
-    r"|(?:(?P<days>\d{1,6}) days? )?\b(?P<hours>\d\d{1,5}:\d\d:\d\d)(?:\.\d+)?\b",
-    re.ASCII,
-)
 
 
 def moment(value: datetime | None, zone: str = " UTC") -> Markup:
@@ -32,9 +26,7 @@ def moment(value: datetime | None, zone: str = " UTC") -> Markup:
     if value is None:
         return escape(NOTHING)
     at = value.astimezone(timezone.utc)
-    return Markup('<time datetime="{}">{}{}</time>').format(
-        at.isoformat(), at.strftime("%Y-%m-%d %H:%M:%S"), zone
-    )
+    return Markup('<time datetime="{}">{}{}</time>').format(at.isoformat(), units.moment(at), zone)
 
 
 def plain(value: object) -> str:
@@ -94,27 +86,9 @@ def payload(row: dict[str, object]) -> dict[str, str]:
     return {"kind": "text", "text": shown}
 
 
-def _moment(found: re.Match[str]) -> str:
-    zone = found["zone"] if ":" in found["zone"] else f"{found['zone']}:00"
-    at = datetime.fromisoformat(f"{found['date']} {found['time']}{zone}").astimezone(timezone.utc)
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _length(found: re.Match[str]) -> str:
-    hours, minutes, seconds = found["hours"].split(":")
-    return span(timedelta(int(found["days"] or 0), int(seconds), hours=int(hours), minutes=int(minutes)))
-
-
 def detail(value: str | None) -> Markup:
     """Return what a check found, with the times and lengths of time as the page writes them."""
-
-    def written(found: re.Match[str]) -> str:
-        try:
-            return _moment(found) if found["zone"] else _length(found)
-        except (ValueError, OverflowError):  # it is a text of a user
-            return found[0]
-
-    return text(_TIME.sub(written, value or ""))
+    return text(readable(value or ""))
 
 
 def advice(problem: dict[str, object]) -> Markup:
