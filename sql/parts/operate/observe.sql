@@ -560,14 +560,15 @@ $$;
 
 -- Returns all messages of a queue, or one (p_id), with one row for each consumer that
 -- has it.  Of each kind, these are the first p_limit rows by id that satisfy p_where,
--- or more: all rows of one message are returned together.  p_where is a condition on a
--- row m of the result.  p_status, p_consumer and p_after, which are part of p_where
--- too, avoid needless reads.
+-- or more: all rows of one message are returned together.  With p_before they are the last
+-- ones below that id.  p_where is a condition on a row m of the result.  p_status,
+-- p_consumer, p_after and p_before, which are part of p_where too, avoid needless reads.
 -- These are several statements, and messages move meanwhile.  So that none is missed, the
 -- positions are read first: a message that is delivered later is still ahead of them.  And
 -- each place is read before the one that its messages move to.
 create or replace function pgque._messages(
   p_queue pgque.queue, p_id bigint, p_limit int, p_where text default 'true', p_status text default null, p_consumer text default null, p_after bigint default 0,
+  p_before bigint default null,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -597,21 +598,22 @@ begin
       v_sub := v_subs[n];
       for v_held in
         select h.* from pgque._states(v_sub.sub_id, (v_at[n]).pos_open) h
-        where h.place = 'log' and ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= p_id) is not true
+        where h.place = 'log' and ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= coalesce(p_id, p_before - 1)) is not true
       loop
         return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and, v_places)), $q$
           case when e.ev_expires <= $2 and $4 <= $2 then 'expired' when $4 > $2 then 'processing' else 'retry' end,
           case when $4 = 'infinity' then e.ev_time else $4 end, coalesce(e.ev_retry, 0) + $6, $5, case when $4 > $2 then $7 end
-          $q$, p_where)
+          $q$, p_where, p_before is not null)
         using v_sub.sub_consumer, v_now, p_limit, v_held.until, (v_held.lease).pos_worker, (v_sub.sub_role = 'pool')::int, v_held.token;
       end loop;
     end loop;
   end if;
   if coalesce(p_status, 'delayed') in ('pending', 'processing', 'delayed', 'retry', 'expired') then
-    return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
+    return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where, p_before is not null)
+    using p_queue.queue_id, v_now, p_limit, coalesce(p_id, p_before - 1), p_after;
   end if;
   for n in 1..coalesce(pg_catalog.cardinality(v_subs), 0) loop
-    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], p_limit, p_where, p_status, p_after, v_places, v_at[n]) m;
+    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], p_limit, p_where, p_status, p_after, v_places, v_at[n], p_before) m;
   end loop;
   if coalesce(p_status, 'dead') in ('dead', 'failed') then
     -- One consumer after the other, in the order of an index.
@@ -622,8 +624,8 @@ begin
         -- One lookup each; an EXISTS may become a join with all dead letters.
         and (select true from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id limit 1)
     loop
-      return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where)
-      using p_queue.queue_id, v_now, p_limit, p_id, p_after, v_sub.sub_consumer;
+      return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where, p_before is not null)
+      using p_queue.queue_id, v_now, p_limit, coalesce(p_id, p_before - 1), p_after, v_sub.sub_consumer;
     end loop;
   end if;
   if coalesce(p_status, 'archived') = 'archived' then
@@ -633,8 +635,8 @@ begin
         a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
-      where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
-    using p_queue.queue_id, v_now, p_limit, p_id, p_after;
+      where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where, p_before is not null)
+    using p_queue.queue_id, v_now, p_limit, coalesce(p_id, p_before - 1), p_after;
   end if;
 exception
   when others then
@@ -645,10 +647,11 @@ $$;
 
 -- Returns those of them that are in the log and that a consumer at p_position (null: where
 -- it stands now) has not received.  It reads ids range by range, each eight times as long as
--- the one before, until it has enough.  (No sequential scans: if a table was analyzed when it
+-- the one before, until it has enough: upwards, or downwards from p_before.  (No sequential scans: if a table was analyzed when it
 -- had only the first range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[], p_position pgque.position default null,
+  p_before bigint default null,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -657,6 +660,8 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
   v_position  pgque.position := pgque._next_from(case when p_position.pos_sub is null then pgque._position(p_sub.sub_id) else p_position end);
+  v_newest    bigint;
+  v_after     bigint := p_after;
   v_upto      bigint;
   v_and       text := '';
   v_xids      int8multirange := '{(,)}';
@@ -669,25 +674,41 @@ begin
   then
     return;
   end if;
+  v_newest := pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq);
+  if p_before <= v_newest then
+    v_upto := p_before - 1;
+  end if;
   loop
     if p_places is null then
-      v_upto := greatest(v_upto, p_after, v_position.pos_event_seq) + v_length;
-      if v_moved or v_upto >= pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is not false then
-        v_upto := null;
+      if p_before is not null then
+        -- The last range has all that is left: a message with an old id may be ahead too.
+        v_after := coalesce(v_upto, v_newest, 0) - v_length;
+        if pgque._noted(p_queue.queue_id, '{external}') or v_after <= greatest(p_after, v_position.pos_event_seq) then
+          v_after := p_after;
+        end if;
+      else
+        v_upto := greatest(v_after, v_position.pos_event_seq) + v_length;
+        if v_moved or v_upto >= v_newest is not false then
+          v_upto := null;
+        end if;
       end if;
-      v_and := pg_catalog.format(' and e.ev_id > %s%s', p_after, ' and e.ev_id <= ' || v_upto);
-      v_xids := pgque._span_xids(p_queue, p_after, v_upto);
+      v_and := pg_catalog.format(' and e.ev_id > %s%s', v_after, ' and e.ev_id <= ' || v_upto);
+      v_xids := pgque._span_xids(p_queue, v_after, v_upto);
     end if;
     return query execute pgque._messages_sql(
       pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, v_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
         case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
         e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
-        $q$, p_where)
+        $q$, p_where, p_before is not null)
     using p_sub.sub_consumer, pgque.clock(), p_limit;
     get diagnostics v_count = row_count;
     v_found := v_found + v_count;
-    exit when v_upto is null or v_found >= p_limit;
-    p_after := v_upto;
+    exit when v_found >= p_limit or p_places is not null or case when p_before is null then v_upto is null else v_after = p_after end;
+    if p_before is null then
+      v_after := v_upto;
+    else
+      v_upto := v_after;
+    end if;
     v_length := 8 * v_length;
   end loop;
 end
@@ -730,7 +751,7 @@ $f$;
 
 -- Returns a query for rows of pgque.event as _messages() returns them for consumer $1.
 -- p_state: expressions for status, available_at, receive_count, worker and batch id.
-create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text) returns text
+create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text, p_down boolean) returns text
 language sql immutable as $f$
   select pgque._limited_sql(pg_catalog.format(
     $q$
@@ -738,12 +759,12 @@ language sql immutable as $f$
       e.ev_time, x.available_at, x.receives, coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, x.worker, x.batch, null::bigint
     from (%s) e
     cross join lateral (select %s) x (status, available_at, receives, worker, batch)
-    $q$, p_rows, p_state), p_where)
+    $q$, p_rows, p_state), p_where, p_down)
 $f$;
 
--- Returns a query for the first $3 rows by id that satisfy a condition, and the other
--- rows of the last message.
-create or replace function pgque._limited_sql(p_rows text, p_where text) returns text
+-- Returns a query for the first $3 rows by id that satisfy a condition, or with p_down
+-- for the last ones, and the other rows of the message where they end.
+create or replace function pgque._limited_sql(p_rows text, p_where text, p_down boolean default false) returns text
 language sql immutable as $f$
   select pg_catalog.format(
     $q$
@@ -751,9 +772,9 @@ language sql immutable as $f$
     from (%s) m (msg_id, consumer_name, status, type, payload, headers, key, payload_bytes, created_at, available_at, receive_count, retry_count,
       last_error, expires_at, worker, batch_id, dl_id)
     where %s
-    order by m.msg_id
+    order by m.msg_id%s
     fetch first $3 rows with ties
-    $q$, p_rows, p_where)
+    $q$, p_rows, p_where, case when p_down then ' desc' else '' end)
 $f$;
 
 -- No index serves the filters: one of the log by type made send_batch take 1.4 times as
@@ -762,7 +783,7 @@ $f$;
 create or replace function pgque.list_messages(
   queue_name text, only_status text default null, limit_count int default 100, only_type text default null, only_key text default null,
   only_consumer text default null, since timestamptz default null, until timestamptz default null, matching text default null,
-  after_id bigint default null, caller pgque.caller default current_user,
+  after_id bigint default null, before_id bigint default null, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -779,7 +800,7 @@ begin
     perform pgque._fail('PQ005', format('limit_count must not be negative, for queue %I', v_queue.queue_name),
       'Pass the highest number of messages to list, such as 100.');
   end if;
-  v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
+  v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.msg_id < ' || $11, 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
     'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
     pgque._matching_sql($9, 'pg_catalog.left(m.payload, 100000), m.headers::text, m.last_error'));
   -- The planner takes a status for rare, and would read and sort the whole retry queue.
@@ -788,20 +809,21 @@ begin
     select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
       m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id, m.dl_id
     from (
-      select m.*, row_number() over w as n, rank() over (order by m.msg_id) as begins
-      from pgque._messages(v_queue, null, $3, v_where, $2, $6, coalesce($10, 0)) m
-      window w as (order by m.msg_id, m.consumer_name)
+      select m.*, row_number() over (order by o.place, m.consumer_name) as n, rank() over (order by o.place) as begins
+      from pgque._messages(v_queue, null, $3, v_where, $2, $6, coalesce($10, 0), $11) m
+      cross join lateral (select case when $11 is null then m.msg_id else -m.msg_id end as place) o
     ) m
-    where m.n <= $3 or m.begins <= $3 and $10 is not null
+    where m.n <= $3 or m.begins <= $3 and coalesce($10, $11) is not null
     order by m.n;
 end
 $$;
-comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
+comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, bigint, pgque.caller) is
   'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, '
   'processing, delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: only those of '
   'this type, key or consumer. since, until: only those created at since or later, and before until. matching: only those with this text in the '
   'payload (its first 100,000 characters), the headers or last_error, in upper or lower case (of the letters that the database''s locale knows). '
-  'after_id: only those with a greater id. To read page by page, begin with 0 and continue with the last msg_id; a message then has all its rows, '
+  'after_id: only those with a greater id. before_id: only those with a lower id, the newest first. To read page by page, begin with after_id 0, or '
+  'with before_id 9223372036854775807, and continue with the last msg_id; a message then has all its rows, '
   'so there may be a few more than limit_count. available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead '
   'letter. A filter that few messages satisfy makes the call read all of them, for each consumer: with only_consumer, for one. Errors: PQ001 no such queue; PQ005 another status, or limit_count '
   'is negative.';
@@ -830,6 +852,77 @@ $$;
 comment on function pgque.get_message(text, bigint, pgque.caller) is
   'Returns one message, a row for each consumer that still has it, without receiving it. The columns are those of list_messages(). Errors: PQ001 '
   'no such queue; PQ010 no consumer has it.';
+
+create or replace function pgque.message_history(
+  queue_name text, msg_id bigint, caller pgque.caller default current_user,
+  out at timestamptz, out event text, out consumer_name text, out worker text, out detail text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $f$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_event  pgque.event := pgque._event_in_log(v_queue, $2);
+  v_tick   pgque.tick;
+begin
+  if v_event.ev_id is not null and not pgque._noted(v_queue.queue_id, '{moved,external}') then
+    v_tick := pgque._tick_of_event(v_queue, $2);   -- else the order of ids is not the one of ticks
+  end if;
+  return query execute format(
+    $q$
+    with m as materialized (
+      select m.* from pgque._messages($1, $2, 100) m where $2 is not null
+    ),
+    found as (
+      select coalesce($3, min(m.created_at)) as at, 'sent' as event, null::text as consumer_name, null::text as worker, null::text as detail
+      from m
+      having coalesce($3, min(m.created_at)) is not null
+      union all
+      select $4, 'ticked', null, null, 'tick ' || $5 where $5 is not null
+      union all
+      select l.pos_time, 'delivered', m.consumer_name, m.worker, 'delivery ' || m.receive_count
+      from m
+      join pgque.consumer c on c.co_name = m.consumer_name
+      join pgque.subscriber s on s.sub_queue = $6 and s.sub_consumer = c.co_id and s.sub_main is null
+      cross join lateral pgque._lease(s.sub_id, m.batch_id) l
+      where m.status = 'processing' and l.pos_time is not null
+      union all
+      select m.available_at, case m.status when 'processing' then 'lease expires' else 'due' end, m.consumer_name, m.worker,
+        concat_ws(', ', case when m.retry_count > 0 then 'rejected ' || m.retry_count || ' times' end, m.last_error)
+      from m
+      where m.status in ('processing', 'retry', 'delayed')
+      union all
+      select m.expires_at, 'expires', m.consumer_name, null, null from m where m.status <> 'archived' and isfinite(m.expires_at)
+      union all
+      select d.dl_time, m.status, m.consumer_name, null, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || ' deliveries' end, d.dl_reason)
+      from m
+      join pgque.dead_letter d on d.dl_id = m.dl_id
+      union all
+      select a.archived_at, 'archived', c.co_name, a.arc_worker, concat_ws(', ', 'archive_id ' || a.archive_id, a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || ' deliveries' end)
+      from pgque.archive a
+      left join pgque.consumer c on c.co_id = a.arc_consumer
+      where a.ev_id = $2 and %s
+      union all
+      select null, pgque._ended_state($1, null, $2), null, null, null
+      where not exists (select from m) and pgque._ended_state($1, null, $2) is not null
+      union all
+      select a.act_time, a.act_call, a.act_args ->> 'consumer_name', null, 'by ' || a.act_role
+      from (select a.* from pgque.action a order by a.act_time desc limit 1000) a
+      where a.act_queue = $7 and a.act_args ->> 'msg_id' = $2::text
+    )
+    select f.at, f.event, f.consumer_name, f.worker, nullif(f.detail, '')
+    from found f
+    order by f.at nulls last, f.event <> 'sent', f.event, f.consumer_name
+    $q$, pgque._archived_by('a', v_queue.queue_id))
+  using v_queue, $2, v_event.ev_time, v_tick.tick_time, v_tick.tick_id, v_queue.queue_id, v_queue.queue_name;
+  if not found then
+    perform pgque._no_message(v_queue, $2);
+  end if;
+end
+$f$;
+comment on function pgque.message_history(text, bigint, pgque.caller) is
+  'Returns what is known of one message, the oldest first: at, event, consumer_name, worker, detail. Nothing is stored for it: the rows come from the '
+  'log, open batches, retries, dead letters, the archive and the newest 1,000 actions. event: sent, ticked (the first tick that may cover it), '
+  'delivered, lease expires, due, expires, dead, failed, archived, done or cancelled (without a time), or the function that a role called for it. Errors: '
+  'PQ001 no such queue; PQ010 nothing is known of the message.';
 
 create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) returns void
 language plpgsql as $$

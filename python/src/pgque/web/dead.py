@@ -225,7 +225,7 @@ def _calls(page: Page, verb: str) -> Callable[[], AbstractContextManager[tuple[C
 
     @contextmanager
     def opened() -> Iterator[tuple[Call, More]]:
-        with connections.take(False, STATEMENT) as connection:
+        with connections.take(False, STATEMENT, lasting=True) as connection:
 
             def call(number: int) -> None:
                 try:

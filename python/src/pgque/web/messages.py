@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from starlette.responses import Response
 
 from ..errors import PgqueMessageNotFoundError
+from .change import Statement
 from .look import MOST_SHOWN
 from .page import Page, Row
 
@@ -127,6 +128,7 @@ def ask_cancel(page: Page) -> Response:
         facts=states,
         text="It is no longer delivered to any consumer. If a worker has it, its handler runs on, and the"
         " outcome does not count. Streams and others who read by offsets still see it. It cannot be undone.",
+        sql=page.sql(*_cancel(name, number)),
         action="/message/cancel",
         fields=[("queue", name), ("id", number)],
         button="Cancel the message",
@@ -137,10 +139,14 @@ def ask_cancel(page: Page) -> Response:
     )
 
 
+def _cancel(name: str, number: int) -> Statement:
+    return "select pgque.cancel(%s, %s)", [name, number]
+
+
 def cancel(page: Page) -> Response:
     """Cancel a message for all consumers."""
     name, number = page.form.need("queue"), page.form.number("id")
-    state = page.value("select pgque.cancel(%s, %s)", [name, number])
+    state = page.value(*_cancel(name, number))
     before = " before" if state == "cancelled" else ""
     return page.done(f"Message {number} was {state}{before}.", "/messages", queue=name)
 

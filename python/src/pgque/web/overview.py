@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from ..errors import PgqueError, PgquePermissionDeniedError, PgqueQueueNotFoundError
+from ..errors import PgqueError
 from ..ops.overview import (
     MOST,
     ONE_QUERY,
@@ -23,7 +23,7 @@ from ..ops.overview import (
     totals,
 )
 from ..ops.problems import grouped
-from . import chart
+from . import chart, send
 from .database import Parameters
 from .page import Page, Row
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 PER_PAGE = 50
 MOST_OF_GROUP = 20  # queues that are listed below a kind of problems
-CHARTED = 20  # busiest queues whose rates are added up
 
 ORDERS = {
     "state": "State",
@@ -56,7 +55,9 @@ class Shown:
 
 
 def show(page: Page) -> Response:
-    """Show the state of all queues together, the queues, 50 a page, the problems by kind, and the rates."""
+    """Show the state of all queues together, the queues, 50 a page, the problems by kind, and charts."""
+    if page.only_sends:
+        return send.choose(page)
     taken = shared(page)
     if taken is None:
         return page.shown("wait.html")
@@ -86,7 +87,7 @@ def show(page: Page) -> Response:
         name=page.form.get("name"),
         number=number,
         pages=pages,
-        rates=rates(page, queues),
+        charts=chart.shown(page, seen_by=_seen_by(page)) if queues else None,
         at=taken.at,
     )
 
@@ -96,8 +97,13 @@ def shared(page: Page) -> Shown | None:
 
     They are the same for all members of pgque_reader, so taken once for them.
     """
-    key = "figures" if page.role["reader"] else f"figures of {_rights(page)}"
+    key = f"figures {_seen_by(page)}"
     return page.site.samples.soon(page.session.database, key, page.elsewhere(_taken))
+
+
+def _seen_by(page: Page) -> str:
+    """Return what roles have in common that see the same queues."""
+    return "" if page.role["reader"] else f"of {_rights(page)}"
 
 
 def _rights(page: Page) -> str:
@@ -153,16 +159,3 @@ def _in_time(page: Page, query: LiteralString, parameters: Parameters) -> list[R
         if error.sqlstate != "57014":
             raise
         return None
-
-
-def rates(page: Page, queues: list[Figures]) -> chart.Chart | None:
-    """Return the chart of the busiest queues together, or None without queues or in time."""
-    if not queues:
-        return None
-    busiest = sorted(queues, key=lambda queue: -(queue.rate or 0))[:CHARTED]
-    names = [queue.name for queue in busiest]
-    key = "rates" if page.role["reader"] else f"rates of {_rights(page)}"
-    try:
-        return page.site.samples.get(page.session.database, key, lambda: chart.rates(page, names), chart.KEPT)
-    except (PgqueQueueNotFoundError, PgquePermissionDeniedError):
-        return None  # a queue was dropped since the figures were taken
