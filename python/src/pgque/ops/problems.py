@@ -45,7 +45,7 @@ KINDS: dict[str, Kind] = {
         "Resume sending when senders may send again.",
     ),
     "senders": Kind(
-        "queue is nearly full",
+        "full, or nearly full",
         (("/queue", "consumers", "Show consumers"), ("/queue", "setting-max_depth", "Show the limit")),
         "Start the slowest consumer, or raise max_depth.",
     ),
