@@ -281,6 +281,31 @@ def test_no_button_is_cut_off_at_any_width(
         assert box["width"] > 1700
 
 
+def test_a_payload_is_copied_by_a_button_or_selected(
+    opened: Open, address: str, admin: Role, filled: str, conn: Connection
+) -> None:
+    page = opened(address, admin, permissions=["clipboard-read", "clipboard-write"])
+    row = conn.execute("select min(msg_id) from pgque.list_messages(%s)", [filled]).fetchone()
+    assert row is not None
+    page.goto(f"{address}/message?queue={filled}&id={row[0]}")
+    shown = page.get_by_label("Payload", exact=True).inner_text()
+    page.get_by_role("button", name="Copy the payload").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == shown == '{\n  "id": 1\n}'
+
+    # A browser that gives a page no clipboard, as over plain HTTP, selects the text.
+    page.reload()
+    page.evaluate("navigator.clipboard.writeText = () => Promise.reject(new Error('no'))")
+    page.get_by_role("button", name="Copy the payload").click()
+    page.get_by_role("button", name="Selected: copy it now").wait_for()
+    assert page.evaluate("getSelection().toString()").strip() == shown
+    # Without scripts there is no button, and the text is there to be selected.
+    page = opened(address, admin, java_script_enabled=False)
+    page.goto(f"{address}/message?queue={filled}&id={row[0]}")
+    assert page.get_by_role("button", name="Copy the payload").count() == 0
+    assert page.get_by_label("Payload", exact=True).inner_text() == shown
+
+
 def test_pages_are_read_without_scripts(opened: Open, address: str, admin: Role, filled: str) -> None:
     page = opened(address, admin, java_script_enabled=False)
     link = dead_letters_of(page, filled)

@@ -185,13 +185,15 @@ class Page:
         except UnicodeEncodeError as error:
             raise PgqueBadArgumentError("a text is not valid Unicode") from error
 
-    def search(self, query: LiteralString, parameters: Parameters = ()) -> list[Row] | None:
+    def search(
+        self, query: LiteralString, parameters: Parameters = (), most: int | None = None
+    ) -> list[Row] | None:
         """Return the rows of a query that may read very much, or None if it was stopped for that.
 
-        What the searches of one page take is counted together.
+        What the searches of one page take is counted together. `most`: milliseconds for this one.
         """
         began = time.monotonic()
-        milliseconds = max(self.search_time - self._searched, 50)
+        milliseconds = max(min(self.search_time - self._searched, most or self.search_time), 50)
         try:
             return self.within(milliseconds, query, parameters)
         finally:

@@ -35,7 +35,20 @@ from ..errors import (
     PgquePermissionDeniedError,
     PgqueQueueNotFoundError,
 )
-from . import actions, archive, dead, failing, login, messages, overview, queue, recurring, send, streams
+from . import (
+    actions,
+    archive,
+    dead,
+    failing,
+    find,
+    login,
+    messages,
+    overview,
+    queue,
+    recurring,
+    send,
+    streams,
+)
 from .config import Config
 from .figures import Figures
 from .page import Form, Page, address, rendered
@@ -60,6 +73,9 @@ READS: dict[str, Handler] = {
     "/messages": messages.show,
     "/message": messages.show_one,
     "/message/cancel": messages.ask_cancel,
+    "/message/ask": messages.ask,
+    "/message/edit": messages.ask_edit,
+    "/search": find.show,
     "/send": send.show,
     "/recurring": recurring.show,
     "/archive": archive.show,
@@ -77,6 +93,8 @@ CHANGES: dict[str, Handler] = {
     "/queue/retry": queue.retry_now,
     "/queue/seek": queue.seek,
     "/message/cancel": messages.cancel,
+    "/message/do": messages.do,
+    "/message/edit": messages.edit,
     "/dead/do": dead.do,
     "/dead/purge": dead.purge,
     "/failing/archive": failing.archive,
@@ -87,7 +105,12 @@ CHANGES: dict[str, Handler] = {
 # Forms that show a question and change nothing.
 ASKS: dict[str, Handler] = {"/dead/ask": dead.ask}
 
-STATIC = {"style.css": "text/css", "live.js": "text/javascript", "icon.svg": "image/svg+xml"}
+STATIC = {
+    "style.css": "text/css",
+    "live.js": "text/javascript",
+    "copy.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self';"
