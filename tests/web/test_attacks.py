@@ -13,6 +13,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from conftest import Queues, Role, Roles
+from pgque.web import changes
 from pgque.web.page import Form
 from pgque.web.site import ASKS, CHANGES, READS
 from support.pages import Browser, csrf, text
@@ -31,8 +32,20 @@ FIELDS: dict[str, str] = {
     "partition_key": "p", "upto": "1", "one": "", "back": "", "next": "", "q": "1", "dl_id": "1", "archive_id": "1",
 }  # fmt: skip
 # Those that read no queue's name, or change what the other cases need.
-NO_QUEUE = {"/", "/recurring", "/recurring/do", "/actions", "/streams", "/job", "/search"}
-DANGEROUS = {"/queue/purge", "/queue/pause", "/queue/seek"}
+NO_QUEUE = {
+    "/",
+    "/recurring",
+    "/recurring/do",
+    "/actions",
+    "/streams",
+    "/job",
+    "/queue/create",
+    "/recurring/drop",
+    "/recurring/change",
+    "/search",
+}
+# Those of changes.py have a test of their own, which gives every field.
+DANGEROUS = {"/queue/pause", "/queue/seek", *changes.READS, *changes.ASKS, *changes.RUNS}
 
 INJECTIONS = (
     "'; select pgque.drop_queue('%s', true); --", "x') or pg_sleep(9) is null; --", "$$||current_user||$$",

@@ -88,6 +88,32 @@ $$;
 create or replace function pgque._shorten_lock_timeout() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
+-- Returns how many messages a second were sent to a queue: since its last tick that is a
+-- minute old, found backwards, since a busy queue has too many ticks to read, or since
+-- the first tick of a younger queue.  p_last: the last tick.
+create or replace function pgque._rate(p_queue pgque.queue, p_last pgque.tick) returns double precision
+language plpgsql as $$
+declare
+  v_before  timestamptz := pgque.clock() - interval '1 minute';
+  v_tick    pgque.tick;
+begin
+  if p_last.tick_time <= v_before then
+    return 0;
+  end if;
+  execute pg_catalog.format('select t.* from pgque.tick_%s_%s t where t.tick_time <= $1 order by t.tick_id desc limit 1', p_queue.queue_id, p_queue.queue_cur_table)
+  into v_tick using v_before;
+  if v_tick.tick_id is null then
+    execute pg_catalog.format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue.queue_id))
+    into v_tick using v_before;
+  end if;
+  if v_tick.tick_id is null then
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
+  end if;
+  -- For a second at least: a burst after the creation is no rate.
+  return (p_last.tick_event_seq - v_tick.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_tick.tick_time), 1);
+end
+$$;
+
 -- These functions read each queue with the same statements.  One plan for all queues
 -- takes less time than one plan for each (plan_cache_mode).  The plan has to use
 -- indexes: one queue may have nearly all retries and dead letters.  Without sequential
@@ -105,7 +131,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
-  v_old    pgque.tick;
+  v_rate   double precision;
   v_seq    bigint;
 begin
   if $1 is not null then
@@ -117,18 +143,12 @@ begin
     order by q.queue_name
   loop
     v_last := null;
-    v_old := null;
+    v_rate := null;
     begin
       perform pgque._shorten_lock_timeout();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
-        -- The last tick that is a minute old, found backwards, since a busy queue has too many
-        -- ticks to read; the first tick of a younger queue.
-        execute format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_old using pgque.clock() - interval '1 minute';
-        if v_old.tick_id is null then
-          execute format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id)) into v_old;
-        end if;
+        v_rate := pgque._rate(v_queue, v_last);
       end if;
       v_seq := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
@@ -140,6 +160,7 @@ begin
         null;
       when lock_not_available then
         v_last := null;
+        v_rate := null;
       when others then
         if $1 is not null or not pgque._was_dropped(v_queue.queue_id) then
           raise;
@@ -150,9 +171,7 @@ begin
       select v_queue.queue_name, v_queue.queue_ntables, v_queue.queue_cur_table, v_queue.queue_rotation_period, v_queue.queue_switch_time,
         v_queue.queue_external_ticker, v_queue.queue_ticker_paused, v_queue.queue_ticker_max_count, v_queue.queue_ticker_max_lag,
         v_queue.queue_ticker_idle_period, pgque.clock() - v_last.tick_time,
-        -- For a second at least: a burst after the creation is no rate.
-        ((v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1))::float8,
-        v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
+        v_rate, v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
   end loop;
 end
 $$;
@@ -162,16 +181,31 @@ comment on function pgque.get_queue_info(text, pgque.caller) is
 
 -- Returns the subscribers of a queue, or those of a name, each with its newest
 -- position.  Both leaves in one statement: a position may move from one to the other.
+-- Batches that were closed since are not in pos_open: most consumers have no other, and
+-- the state of a batch takes longer to find out than all else.
 create or replace function pgque._positions(p_queue_id int, p_name text default null) returns table (sub pgque.subscriber, pos pgque.position)
 language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_found  record;
 begin
-  return query
-    select s, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position end
+  for v_found in
+    select s as sub, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position end as pos,
+      case when pg_catalog.cardinality(n.pos_open) > 0 then array(
+        select o.id
+        from pg_catalog.unnest(n.pos_open) with ordinality o (id, n)
+        where not exists (select from pgque.settled c where c.set_batch = o.id and c.set_ev_id = 0 and c.set_what = 'closed')
+        order by o.n) end as open
     from pgque.subscriber s
     left join lateral (
       select p.* from pgque.position p where p.pos_sub = s.sub_id order by p.pos_seq desc limit 1
     ) n on true
-    where s.sub_queue = p_queue_id and (p_name is null or pgque._subscriber_name(s) = p_name);
+    where s.sub_queue = p_queue_id and (p_name is null or pgque._subscriber_name(s) = p_name)
+  loop
+    sub := v_found.sub;
+    pos := v_found.pos;
+    pos.pos_open := coalesce(v_found.open, pos.pos_open);
+    return next;
+  end loop;
 end
 $$;
 
@@ -204,9 +238,11 @@ declare
   v_mid    bigint := v_low + 1;   -- this is the tick, if messages come without a pause
   v_tick   pgque.tick;
 begin
-  if p_pos.pos_tick = p_last.tick_id or pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
-    v_sent := pgque._unfinished(p_sub, p_pos, pg_catalog.pg_current_snapshot());
-    return case when v_sent is not null then greatest(v_since, v_sent) end;
+  v_sent := pgque._unfinished(p_sub, p_pos, pg_catalog.pg_current_snapshot());
+  if v_sent is null then
+    return null;   -- most consumers are here
+  elsif p_pos.pos_tick = p_last.tick_id or pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
+    return greatest(v_since, v_sent);
   end if;
   while v_high - v_low > 1 loop
     execute pg_catalog.format('select t.* from (%s) t where t.tick_id >= $1 order by t.tick_id limit 1', pgque._ticks_sql(p_sub.sub_queue))
@@ -226,10 +262,10 @@ end
 $$;
 
 -- Returns the columns of get_consumer_info() for some subscribers of one queue.  With
--- p_blind, only those that need no table of the queue.  p_last: the last tick of the
--- queue, if the caller knows it.
+-- p_blind, only those that need no table of the queue.  p_last, p_new: the last tick of
+-- the queue, and whether it has rows that this tick does not show, if the caller knows.
 create or replace function pgque._consumers(
-  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean, p_last pgque.tick default null,
+  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean, p_last pgque.tick default null, p_new boolean default null,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
@@ -258,7 +294,9 @@ begin
     if not p_blind then
       pending_events := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_pos.pos_event_seq;
       if v_sub.sub_main is null then
-        lag := pgque.clock() - pgque._pending_since(v_sub, v_pos, p_last);
+        -- A consumer at the last tick has nothing pending if nothing came since.
+        lag := case when v_pos.pos_tick <> p_last.tick_id or p_new is not false or v_pos.pos_snapshot::text <> p_last.tick_snapshot::text
+          then pgque.clock() - pgque._pending_since(v_sub, v_pos, p_last) end;
         -- What was rolled back has drawn ids, too.
         pending_events := case when lag is null then 0 else pending_events end;
       else

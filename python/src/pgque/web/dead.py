@@ -12,8 +12,7 @@ from starlette.responses import Response
 from ..errors import PgqueBadArgumentError, from_psycopg
 from . import export
 from .jobs import Call, Job, More
-from .messages import SHOWN
-from .page import Form, Page, Row, own
+from .page import SHOWN, Form, Page, Row, own
 
 if TYPE_CHECKING:
     from typing_extensions import LiteralString
@@ -240,7 +239,7 @@ def _calls(page: Page, verb: str) -> Callable[[], AbstractContextManager[tuple[C
 
     @contextmanager
     def opened() -> Iterator[tuple[Call, More]]:
-        with connections.take(False, STATEMENT) as connection:
+        with connections.take(False, STATEMENT, lasting=True) as connection:
 
             def call(number: int) -> None:
                 try:

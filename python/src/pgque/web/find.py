@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from ..errors import PgqueError, PgqueMessageNotFoundError, PgqueQueueNotFoundError
-from .messages import END, LOOKED, PEEKED
-from .page import MOST_RIGHTS, Page, Row
+from .messages import LOOKED, PEEKED
+from .page import END, MOST_RIGHTS, Page, Row
 
 if TYPE_CHECKING:
     from typing_extensions import LiteralString

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 
 from ..errors import PgqueBadArgumentError, PgqueError, PgqueMessageNotFoundError
-from . import export
+from . import archive, export
+from .change import Statement
 from .look import MOST_SHOWN, payload
-from .page import Page, Row
+from .page import END, SHOWN, Page, Row
 
 if TYPE_CHECKING:
     from typing_extensions import LiteralString
@@ -21,8 +22,6 @@ PER_PAGE = 50
 LIVE = ("pending", "processing", "delayed", "retry", "expired")
 STATES = (*LIVE, "dead", "failed", "archived")
 
-SHOWN = 1_000  # characters of a payload that a list reads, to skip what all of them share
-END = 2**63 - 1  # an id above all others
 
 # What a list shows of a payload; the page of one message shows more of it.
 _COLUMNS = """
@@ -160,21 +159,27 @@ def ask(page: Page) -> Response:
     name, number, deed = page.form.need("queue"), page.form.number("id"), page.form.need("action")
     facts: list[tuple[str, object]] = [("Message", str(number))]
     fields: list[tuple[str, object]] = [("queue", name)]
+    statement: Statement
     if deed == "replay":
         title, meaning, action = "Replay", "It is sent as a new message to every consumer.", "/archive/replay"
-        fields.append(("id", page.form.number("archive_id")))
-        facts.append(("In the archive", str(page.form.number("archive_id"))))
+        archived = page.form.number("archive_id")
+        statement = archive.REPLAY, [archived]
+        fields.append(("id", archived))
+        facts.append(("In the archive", str(archived)))
     else:
-        title, _, meaning, _, _ = _deed(deed)
+        consumer = page.form.need("consumer")
+        title, call, meaning, _, _ = _deed(deed)
         action = "/message/do"
-        fields += [("id", number), ("action", deed), ("consumer", page.form.need("consumer"))]
-        facts.append(("Consumer", page.form.need("consumer")))
+        statement = call, {"queue": name, "consumer": consumer, "id": number}
+        fields += [("id", number), ("action", deed), ("consumer", consumer)]
+        facts.append(("Consumer", consumer))
     return page.shown(
         "confirm.html",
         queue=name,
         title=f"{title}: message {number}?",
         facts=facts,
         text=meaning,
+        sql=page.sql(*statement),
         action=action,
         fields=fields,
         button=title,
@@ -291,6 +296,7 @@ def ask_cancel(page: Page) -> Response:
         facts=states,
         text="It is no longer delivered to any consumer. If a worker has it, its handler runs on, and the"
         " outcome does not count. Streams and others who read by offsets still see it. It cannot be undone.",
+        sql=page.sql(*_cancel(name, number)),
         action="/message/cancel",
         fields=[("queue", name), ("id", number)],
         button="Cancel the message",
@@ -301,10 +307,14 @@ def ask_cancel(page: Page) -> Response:
     )
 
 
+def _cancel(name: str, number: int) -> Statement:
+    return "select pgque.cancel(%s, %s)", [name, number]
+
+
 def cancel(page: Page) -> Response:
     """Cancel a message for all consumers."""
     name, number = page.form.need("queue"), page.form.number("id")
-    state = page.value("select pgque.cancel(%s, %s)", [name, number])
+    state = page.value(*_cancel(name, number))
     before = " before" if state == "cancelled" else ""
     return page.done(f"Message {number} was {state}{before}.", "/messages", queue=name)
 
