@@ -161,7 +161,9 @@ def test_somebody_who_is_paged_mends_it(
     refused = page.get_by_role("alert")
     refused.wait_for()
     assert refused.evaluate("e => e.getBoundingClientRect().bottom > 0")  # it is in view
-    assert 'invalid input syntax for type integer: "lots"' in page.locator("#setting-max_retries").inner_text()
+    assert (
+        'invalid input syntax for type integer: "lots"' in page.locator("#setting-max_retries").inner_text()
+    )
     assert page.get_by_label("max_retries", exact=True).input_value() == "lots"
     page.get_by_label("max_retries", exact=True).fill("7")
     page.get_by_role("button", name="Save…").click()
@@ -285,6 +287,31 @@ def test_no_button_is_cut_off_at_any_width(
         box = page.locator(".scroll").last.bounding_box()
         assert box is not None
         assert box["width"] > 1700
+
+
+def test_a_payload_is_copied_by_a_button_or_selected(
+    opened: Open, address: str, admin: Role, filled: str, conn: Connection
+) -> None:
+    page = opened(address, admin, permissions=["clipboard-read", "clipboard-write"])
+    row = conn.execute("select min(msg_id) from pgque.list_messages(%s)", [filled]).fetchone()
+    assert row is not None
+    page.goto(f"{address}/message?queue={filled}&id={row[0]}")
+    shown = page.get_by_label("Payload", exact=True).inner_text()
+    page.get_by_role("button", name="Copy the payload").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == shown == '{\n  "id": 1\n}'
+
+    # A browser that gives a page no clipboard, as over plain HTTP, selects the text.
+    page.reload()
+    page.evaluate("navigator.clipboard.writeText = () => Promise.reject(new Error('no'))")
+    page.get_by_role("button", name="Copy the payload").click()
+    page.get_by_role("button", name="Selected: copy it now").wait_for()
+    assert page.evaluate("getSelection().toString()").strip() == shown
+    # Without scripts there is no button, and the text is there to be selected.
+    page = opened(address, admin, java_script_enabled=False)
+    page.goto(f"{address}/message?queue={filled}&id={row[0]}")
+    assert page.get_by_role("button", name="Copy the payload").count() == 0
+    assert page.get_by_label("Payload", exact=True).inner_text() == shown
 
 
 def test_pages_are_read_without_scripts(opened: Open, address: str, admin: Role, filled: str) -> None:
@@ -504,7 +531,10 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
         page.get_by_label("Name").fill(name)
         looked("create-queue")
         page.get_by_role("button", name="Preview").click()
-        assert page.get_by_role("region", name="The SQL that runs").inner_text() == f"select pgque.create_queue('{name}')"
+        assert (
+            page.get_by_role("region", name="The SQL that runs").inner_text()
+            == f"select pgque.create_queue('{name}')"
+        )
         looked("create-queue-preview")
         page.get_by_role("button", name="Change it").click()
         assert page.get_by_label("Name").input_value() == name
@@ -566,7 +596,8 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
         assert page.get_by_role("status").inner_text() == f"Queue {name} was dropped."
     finally:
         conn.execute(
-            "select pgque.drop_queue(q.queue_name, true) from pgque.queue as q where q.queue_name = %s", [name]
+            "select pgque.drop_queue(q.queue_name, true) from pgque.queue as q where q.queue_name = %s",
+            [name],
         )
     assert found == []
 

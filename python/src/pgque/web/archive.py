@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from starlette.responses import Response
 
 from . import export
-from .messages import END, SHOWN
-from .page import Page
+from .page import END, SHOWN, Page
+
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
 
 PER_PAGE = 50
 FILTERS = ("type", "key", "consumer", "since", "until", "text")
@@ -20,6 +24,9 @@ _LISTED = (
     " until => %(until)s::timestamptz, only_type => %(type)s, only_key => %(key)s,"
     " only_consumer => %(consumer)s, matching => %(text)s, before_id => %(before)s) as a"
 )
+
+
+REPLAY: LiteralString = "select pgque.archive_replay(%s)"
 
 
 def show(page: Page) -> Response:
@@ -55,7 +62,7 @@ def show(page: Page) -> Response:
 
 def replay(page: Page) -> Response:
     """Send an archived message again."""
-    number = page.value("select pgque.archive_replay(%s)", [page.form.number("id")])
+    number = page.value(REPLAY, [page.form.number("id")])
     return page.done(
         f"Message {number} was sent to every consumer.", "/archive", queue=page.form.need("queue")
     )

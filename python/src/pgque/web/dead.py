@@ -12,8 +12,7 @@ from starlette.responses import Response
 from ..errors import PgqueBadArgumentError, from_psycopg
 from . import export
 from .jobs import Call, Job, More
-from .messages import SHOWN
-from .page import Form, Page, Row, own
+from .page import SHOWN, Form, Page, Row, own
 
 if TYPE_CHECKING:
     from typing_extensions import LiteralString

@@ -33,7 +33,7 @@ def wanted(page: Page) -> bool:
 
 
 def answer(page: Page, name: str, following: Next) -> Response:
-    """Return a list as a file that the browser keeps. It has MOST_EXPORTED rows at most, and tells of more."""
+    """Return a list as a file that the browser keeps: MOST_EXPORTED rows at most, and it tells of more."""
     kind = page.form.get("format")
     out = io.StringIO()
     write = _as_csv(out) if kind == "csv" else _as_json(out)

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 MOST_RIGHTS = 10_000  # that a session remembers
 SEARCH = 700  # milliseconds after which the searches of a page are stopped
+SHOWN = 1_000  # characters of a payload that a list reads, to skip what all of them share
+END = 2**63 - 1  # an id above all others
 MOST_EXPORTED = 10_000  # rows of a list that is a file
 LONG_SEARCH = 9_000  # milliseconds, for those who want to wait
 RIGHTS_KEPT = 60.0  # seconds that what a role may do with a queue is believed
@@ -196,13 +198,15 @@ class Page:
         except UnicodeEncodeError as error:
             raise PgqueBadArgumentError("a text is not valid Unicode") from error
 
-    def search(self, query: LiteralString, parameters: Parameters = ()) -> list[Row] | None:
+    def search(
+        self, query: LiteralString, parameters: Parameters = (), most: int | None = None
+    ) -> list[Row] | None:
         """Return the rows of a query that may read very much, or None if it was stopped for that.
 
-        What the searches of one page take is counted together.
+        What the searches of one page take is counted together. `most`: milliseconds for this one.
         """
         began = time.monotonic()
-        milliseconds = max(self.search_time - self._searched, 50)
+        milliseconds = max(min(self.search_time - self._searched, most or self.search_time), 50)
         try:
             return self.within(milliseconds, query, parameters)
         finally:
