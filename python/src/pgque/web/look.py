@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 
@@ -12,27 +13,12 @@ from markupsafe import Markup, escape
 
 from ..cli.common import visible
 from ..ops import units
+from ..ops.problems import of
 from ..ops.units import NOTHING, number, readable, size, span
 
 SHORT = 120  # characters of a text in a table
+LEAST_SHARED = 12  # characters that all payloads of a list share: fewer are shown in each row
 MOST_SHOWN = 200_000  # characters, or bytes, of a payload on its page
-
-_QUOTED = r"'(?:[^']|'')*'"
-# What a check advises in SQL, and the buttons that do it
-_BUTTONS = (
-    (re.compile(rf"select pgque\.resume\({_QUOTED}\)"), "press Resume sending on the page of the queue"),
-    (
-        re.compile(
-            rf"Read the reasons: select \* from pgque\.dlq_inspect\({_QUOTED}\)\. When the cause is mended: "
-            rf"select pgque\.dlq_requeue_all\({_QUOTED}\)"
-        ),
-        "open the dead letters, then requeue, replay or delete them",
-    ),
-    (
-        re.compile(rf"select pgque\.alter_queue\({_QUOTED}, '{{\"(\w+)\": \"?([^\"}}]*)\"?}}'\)"),
-        r"set \1 to \2 on the page of the queue",
-    ),
-)
 
 
 def moment(value: datetime | None, zone: str = " UTC") -> Markup:
@@ -61,6 +47,31 @@ def short(value: object) -> Markup:
     return text(whole if len(whole) <= SHORT else whole[: SHORT - 1] + "…")
 
 
+def shared(rows: Iterable[dict[str, object]], column: str) -> str:
+    """Return the text with which the payloads of all rows begin, if it is worth showing once instead.
+
+    It ends with a character that is no part of a word, a number or an accent, so that none is cut.
+    """
+    texts = [str(row[column]) for row in rows if row[column] is not None]
+    if len(texts) < 2 or len(set(texts)) < 2:
+        return ""
+    prefix, other = min(texts), max(texts)  # what these two begin with all others begin with
+    end = next((n for n, (a, b) in enumerate(zip(prefix, other, strict=False)) if a != b), len(prefix))
+    while end and (
+        prefix[end - 1].isalnum()
+        or prefix[end - 1] == "\\"
+        or any(unicodedata.combining(text[end]) for text in texts if len(text) > end)
+    ):
+        end -= 1
+    return prefix[:end] if end >= LEAST_SHARED else ""
+
+
+def after(value: object, prefix: str) -> str:
+    """Return a payload with … for what all of its list begin with."""
+    whole = "" if value is None else str(value)
+    return f"…{whole[len(prefix) :]}" if prefix and whole.startswith(prefix) else whole
+
+
 def payload(row: dict[str, object]) -> dict[str, str]:
     """Return kind (JSON, text, bytes or none) and text of a message's payload, or of its start."""
     raw, whole = row["payload_bytes"], row["payload"]
@@ -80,12 +91,9 @@ def detail(value: str | None) -> Markup:
     return text(readable(value or ""))
 
 
-def advice(value: str | None) -> Markup:
-    """Return the advice of a check: buttons of the page in place of the SQL that does the same."""
-    shown = value or ""
-    for statement, words in _BUTTONS:
-        shown = statement.sub(words, shown)
-    return text(shown)
+def advice(problem: dict[str, object]) -> Markup:
+    """Return what to do about a problem: the words for the page that mends it, or the advice of the check."""
+    return text(of(problem).words or problem["advice"])
 
 
 def as_json(value: object, indent: int | None = 2) -> str:
@@ -101,8 +109,11 @@ FILTERS: dict[str, Callable[..., object]] = {
     "text": text,
     "plain": plain,
     "short": short,
+    "shared": shared,
+    "after": after,
     "payload": payload,
     "as_json": as_json,
     "detail": detail,
     "advice": advice,
+    "kind": of,
 }
