@@ -246,7 +246,7 @@ comment on function pgque.history(text, text, interval, int, pgque.caller) is
   'delivered: by how many messages the position of the consumers moved forward, each message once for each consumer; expired and cancelled messages are among them, those that '
   'retention_period skipped are not. failed: deliveries that failed or whose lease expired, counted when the message is redelivered or given up. dead: messages given up, '
   'that is dead letters, also those that were forwarded, and messages that drop_policy dropped. A dead letter that was deleted or requeued within the minute is missing. '
-  'lag_seconds, pending_events: greatest value of a consumer, as in consumer_lags(); at most 200 consumers a minute are measured, NULL: those with values were not. Unit: messages, seconds. '
+  'lag_seconds, pending_events: greatest value of a consumer, as in consumer_lags(); at most 200 of those that lag are measured a minute; NULL if a consumer lagged and none was measured. Unit: messages, seconds. '
   'set_history(''lags'', …) sets how long samples are kept. Errors: PQ001 no such queue; PQ005 since or buckets out of range, or a consumer without a queue; PQ011 not subscribed.';
 
 -- Returns whether the last tick may be ahead of a consumer, or batches of it are open.
