@@ -23,14 +23,14 @@ language sql immutable as $$
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
       queue_incarnation tick_for next_tick next_window split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read archive_read_cursor stream_lag stage_dead unstage_dead dead get_queue_info
-      get_consumer_info queue_config queue_settings queue_rates consumer_lags history metrics health status share_consumer unshare_consumer set_key_concurrency
+      get_consumer_info queue_config queue_settings queue_rates consumer_lags history metrics health overview status share_consumer unshare_consumer set_key_concurrency
       _ack _dead _next_batch _open_batch _join'),
     ('pgque_admin', '_fail _no_standby create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
-      set_default_config set_schedule purge purge_key cancel expire_messages delete_expired reclaim retry_now list_messages get_message
+      set_default_config set_schedule purge purge_key cancel expire_messages delete_expired reclaim retry_now list_messages get_message message_history
       list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick
       confirm_restore ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events maint_recurring
       maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
-      get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge dlq_delete dlq_reasons list_actions set_history maint_lags
+      get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_edit dlq_purge dlq_delete dlq_reasons list_actions set_history maint_lags
       _ticked_queues _loop_state _loop_lock _loop_end _loop_sleep _loop_operations _loop_maintain _loop_check _queues_due _check_queue _look_at _position_of
       _cursor_sql _event_columns _maint_operation _forward_letters')
   ) r (name, functions)

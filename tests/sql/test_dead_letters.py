@@ -53,6 +53,81 @@ def letter(conn: Connection, queue: str, msg_id: int) -> int:
     )
 
 
+def test_an_edited_dead_letter_is_requeued_and_the_archive_keeps_what_it_was(
+    conn: Connection, subscribed: str
+) -> None:
+    subscribe(conn, subscribed, "d")
+    sent = post(conn, subscribed, '{"to": "nobody"}', "mail", headers='{"trace": "1"}', partition_key="p")
+    raw = post(conn, subscribed, b"\x00", "mail")
+    tick(conn, subscribed)
+    batch = take(conn, subscribed)
+    outcome(conn, "dead", batch[0].batch_id, [sent, raw], "no such address")
+    edit = "select pgque.dlq_edit(%s, %s, %s, %s)"
+    dl_id = letter(conn, subscribed, sent)
+
+    # Headers are checked as those of a send; then nothing has changed.
+    refused("PQ005", value, conn, edit, dl_id, "x", None, "[]")
+    assert letter(conn, subscribed, sent) == dl_id
+    assert value(conn, "select count(*) from pgque.archive_list(%s)", subscribed) == 0
+
+    assert value(conn, edit, dl_id, '{"to": "somebody"}', "mail.again", "{}") == sent
+    assert value(conn, edit, letter(conn, subscribed, raw), "text", None, None) == raw
+    again = take(conn, subscribed)
+    assert [(m.msg_id, m.type, m.payload, m.payload_bytes, m.headers, m.retry_count) for m in again] == [
+        (sent, "mail.again", '{"to": "somebody"}', None, {}, 0),
+        (raw, "mail", "text", None, None, 0),
+    ]
+    # Only the consumer that failed it; the other one gets it once, as it was sent.
+    assert [m.payload for m in receive(conn, subscribed, "d")] == ['{"to": "nobody"}', None]
+    assert rows(
+        conn,
+        "select msg_id, consumer_name, outcome, payload, payload_bytes, headers, type"
+        " from pgque.archive_list(%s) order by msg_id",
+        subscribed,
+    ) == [
+        (sent, "c", "edited", '{"to": "nobody"}', None, {"trace": "1"}, "mail"),
+        (raw, "c", "edited", None, b"\x00", None, "mail"),
+    ]
+    assert (
+        value(
+            conn,
+            "select count(*) from pgque.list_actions(%s) as a where a.call = 'dlq_edit' and a.args->>'msg_id' = %s",
+            subscribed,
+            str(sent),
+        )
+        == 1
+    )
+    refused("PQ008", value, conn, edit, dl_id, "x", None, None)
+
+
+def test_one_retry_is_made_due_and_one_lease_is_released(conn: Connection, subscribed: str) -> None:
+    sent = offer(conn, subscribed, 4)
+    batch = take(conn, subscribed)
+    outcome(conn, "nack", batch[0].batch_id, sent[:2], "1 hour", "later")
+    now = "select pgque.retry_now(%s, 'c', %s)"
+    assert value(conn, now, subscribed, sent[1]) == 1
+    assert value(conn, now, subscribed, sent[1]) == 0
+    assert value(conn, now, subscribed, sent[2]) == 0  # it is leased
+    assert ids(take(conn, subscribed)) == [sent[1]]
+
+    release = "select pgque.reclaim(%s, 'c', msg_id => %s)"
+    assert value(conn, release, subscribed, sent[0]) == 0  # no worker has it
+    assert value(conn, release, subscribed, sent[2]) == 1
+    assert value(conn, release, subscribed, sent[2]) == 0
+    assert status(conn, subscribed, sent[3]) == {"c": "processing"}
+    assert ids(take(conn, subscribed)) == [sent[2]]
+    # The rest of the batch is still the worker's.
+    assert outcome(conn, "ack", batch[0].batch_id, [sent[3]]) == {sent[3]: None}
+    assert value(conn, "select pgque.reclaim(%s, 'c', '1 hour', %s)", subscribed, sent[2]) == 0  # too young
+    noted = rows(
+        conn,
+        "select a.call, (a.args->>'msg_id')::bigint from pgque.list_actions(%s) as a"
+        " where a.call in ('retry_now', 'reclaim') order by a.at",
+        subscribed,
+    )
+    assert noted == [("retry_now", sent[1]), ("reclaim", sent[2])]
+
+
 def test_a_requeued_dead_letter_keeps_its_id_begins_anew_and_goes_to_its_consumer_only(
     conn: Connection, subscribed: str
 ) -> None:

@@ -61,6 +61,21 @@ def paged(conn: Connection, size: int, arguments: str = "") -> Rows:
     return result
 
 
+def downwards(conn: Connection, size: int, arguments: str = "", *args: Any) -> Rows:
+    """Read a list page by page, the newest first."""
+    result: Rows = []
+    before = 2**63 - 1
+    while page := listed(conn, f", limit_count => {size}, before_id => {before}{arguments}", *args):
+        assert len({row.msg_id for row in page[:-1]}) <= size
+        result += page
+        before = page[-1].msg_id
+    return result
+
+
+def key(row: Any) -> tuple[int, str, str]:
+    return row.msg_id, row.consumer_name or "", row.status
+
+
 def agree(conn: Connection) -> Rows:
     """Check that each way to look at a message shows the same; return all there are."""
     everything = listed(conn, ", null, 100000")
@@ -156,6 +171,11 @@ def test_one_message_a_page_and_the_whole_list_agree(
         (", after_id => 20, only_type => 'y'", [], lambda m: m.msg_id > 20 and m.type == "y"),
     ]:
         assert listed(own, f", limit_count => 100000{arguments}", *args) == filtered(keep), arguments
+        if "after_id" not in arguments:
+            # The newest first, page by page: each id once, with all its rows
+            assert [key(row) for row in downwards(own, 7, arguments, *args)] == sorted(
+                map(key, filtered(keep)), key=lambda place: (-place[0], *place[1:])
+            ), arguments
     # A batch of many ids is read in parts of the log.
     assert listed(own, ", 'pending', 3") == filtered(lambda m: m.status == "pending")[:3]
 
@@ -183,7 +203,62 @@ def test_a_long_list_is_read_in_parts(own: Connection) -> None:
         before = value(own, blocks)
         found(own, sent[6000])
         read = value(own, blocks) - before
-    assert 0 < read < value(own, "select sum(pg_relation_size(l.leaf)) / 8192 from pgque._leaves(1) as l") / 2
+    whole = value(own, "select sum(pg_relation_size(l.leaf)) / 8192 from pgque._leaves(1) as l")
+    assert 0 < read < whole / 2
+
+    # The newest first: the end of the log, or the part between two ids
+    for arguments, expected in (
+        (", null, 5, before_id => 9223372036854775807", [last, *sent[:-5:-1]]),
+        (f", null, 5, before_id => {sent[7000]}", sent[6999:6994:-1]),
+        (
+            f", null, 5000, before_id => {sent[7000]}, after_id => {sent[6996]}",
+            sent[6999:6996:-1],
+        ),
+        (f", null, 5, only_type => 'none', before_id => {sent[7000]}, after_id => {sent[6800]}", []),
+    ):
+        with own.transaction():
+            before = value(own, blocks)
+            assert [row.msg_id for row in listed(own, arguments)] == expected
+            read = value(own, blocks) - before
+        assert 0 < read < whole / 2, arguments
+    assert [row.msg_id for row in downwards(own, 4000)] == [last, *reversed(sent)]
+
+
+def test_what_is_known_of_a_message_is_told_from_its_sending_to_its_end(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q', '{\"max_retries\": 5}')")
+    subscribe(own, "q")
+
+    def history(msg_id: int) -> list[tuple[Any, ...]]:
+        with own.cursor(row_factory=namedtuple_row) as cursor:
+            story = cursor.execute("select * from pgque.message_history('q', %s)", [msg_id]).fetchall()
+        times = [row.at for row in story if row.at]
+        assert times == sorted(times)
+        return [(row.event, row.consumer_name, row.worker, row.detail) for row in story]
+
+    sent = [post(own, "q", f"body {n}", "x", ttl="1 day") for n in range(4)]
+    delayed = post(own, "q", "later", "x", delay="1 hour")
+    assert [row[0] for row in history(sent[0])] == ["sent", "expires"]
+    assert ("due", None, None, None) in history(delayed)
+    tick(own, "q")
+    assert [row[0] for row in history(sent[0])] == ["sent", "ticked", "expires"]
+    batch = take(own, "q", "w")[0].batch_id
+    leased = history(sent[0])
+    assert ("delivered", "c", "w", "delivery 1") in leased
+    assert ("lease expires", "c", "w", None) in leased
+    outcome(own, "nack", batch, [sent[0]], "1 hour", "no answer")
+    assert ("due", "c", None, "rejected 1 times, no answer") in history(sent[0])
+    outcome(own, "dead", batch, [sent[1]], "no such order")
+    assert ("dead", "c", None, "1 deliveries, no such order") in history(sent[1])
+    outcome(own, "archive", batch, [sent[2]])
+    assert ("archived", "c", "w", "archived, 1 deliveries") in history(sent[2])
+    ack(own, batch)
+    assert history(sent[3])[-1] == ("done", None, None, None)
+    # What somebody did by hand is part of it.
+    value(own, "select pgque.cancel('q', %s)", sent[0])
+    assert [row[0] for row in history(sent[0])][-2:] == ["cancel", "cancelled"]
+    for unknown in (0, 99, None):
+        refused("PQ010", history, unknown)
+    refused("PQ001", rows, own, "select pgque.message_history('none', 1)")
 
 
 def test_a_late_message_is_found_although_old_transactions_ticked(

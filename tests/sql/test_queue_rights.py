@@ -70,6 +70,7 @@ NEEDS = {
         "select pgque.force_tick({q})",
         "select * from pgque.list_messages({q})",
         "select * from pgque.get_message({q}, 1)",
+        "select * from pgque.message_history({q}, 1)",
         "select * from pgque.list_poison({q})",
         "select * from pgque.dlq_inspect({q})",
         "select * from pgque.dlq_replay_all({q})",
@@ -359,7 +360,7 @@ SAMPLES = {
     "integer": "1",
     "bigint": "1",
     "interval": "'1 second'",
-    "jsonb": "'{}'",
+    "jsonb": "jsonb_build_object()",  # without braces, which str.format() would fill
     "boolean": "true",
     "timestamp with time zone": "now()",
     "bytea": "'x'",

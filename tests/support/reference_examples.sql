@@ -147,6 +147,9 @@ select pgque.dlq_requeue(:dl_id);
 -- dlq_requeue_all
 select pgque.dlq_requeue_all('orders', 1000);
 
+-- dlq_edit
+select pgque.dlq_edit(:dl_id, payload => '{"id": 1, "address": "mended"}');
+
 -- dlq_replay
 select pgque.dlq_replay(:dl_id);
 
@@ -318,9 +321,13 @@ select msg_id, type, payload from pgque.peek('orders', 10, 'spark');
 -- list_messages
 select msg_id, consumer_name, status, available_at from pgque.list_messages('orders', 'retry');
 select msg_id, payload from pgque.list_messages('orders', only_type => 'order.created', matching => '"id": 1', after_id => 0);
+select msg_id, status, type from pgque.list_messages('orders', null, 50, before_id => 9223372036854775807);
 
 -- get_message
 select consumer_name, status, payload, receive_count, dl_id from pgque.get_message('orders', :msg_id);
+
+-- message_history
+select at, event, consumer_name, worker, number, detail from pgque.message_history('orders', :msg_id);
 
 -- message_status
 select consumer_name, status, receive_count, worker from pgque.message_status('orders', :msg_id);

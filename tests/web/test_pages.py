@@ -14,14 +14,16 @@ import pytest
 
 from conftest import Queues, Role, Roles
 from pgque.client.limit import LimitedConnection
+from pgque.ops.overview import SLOW
+from pgque.ops.problems import KINDS
 from pgque.ops.units import NOTHING
 from pgque.web import overview
 from pgque.web.config import Config, databases
-from pgque.web.look import advice, detail
+from pgque.web.look import detail
 from pgque.web.page import Page
 from pgque.web.site import Site
 from support.pages import Browser, over_tcp, text
-from support.servers import TestServer
+from support.servers import REPOSITORY, TestServer
 from support.silent import silent_path
 from support.threads import running
 
@@ -52,7 +54,7 @@ def states(conn: Connection, queue: str) -> dict[str, int]:
     return dict(rows)
 
 
-def test_the_overview_begins_with_problems_and_leads_to_them(
+def test_the_overview_begins_with_the_state_and_leads_to_what_is_wrong(
     browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
 ) -> None:
     batch, ids = leased(conn, tick, queue, ["a", "b", "c"])
@@ -61,18 +63,22 @@ def test_the_overview_begins_with_problems_and_leads_to_them(
     b = browser(admin)
     page = text(b.get("/"))
     assert (
-        page.index("What is wrong")
-        < page.index(f"{queue} : senders paused: send is refused")
-        < page.index("Backlog")
+        page.index("Failed")
+        < page.index("sending is paused")
+        < page.index("Retries")
+        < page.index("What is wrong")
+        < page.index("Resume sending when senders may send again.")
+        < page.index("Sent, messages a second")
     )
-    assert re.search(
-        rf"{queue} : dead letters 2, newest at \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC open the", page
-    )
-    assert "press Resume sending on the page of the queue" in page
-    assert "Sent, messages a second" in page
+    assert re.search(r"\b2, newest at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page)
+    assert re.search(r"Dead letters \d", page)
 
-    page = text(b.get("/queue", queue=queue))
-    assert "paused" in page
+    page = b.get("/queue", queue=queue)
+    assert "paused" in text(page)
+    assert f'href="/dead?queue={queue}"' in page.text
+    assert 'href="#actions"' in page.text  # a page does not lead to itself
+    assert f"/queue?queue={queue}#" not in page.text
+    page = text(page)
     page = text(b.post("/queue/resume", queue=queue))
     assert "The queue is open for senders." in page
     assert "Pause sending" in page
@@ -81,7 +87,7 @@ def test_the_overview_begins_with_problems_and_leads_to_them(
     conn.execute("select pgque.set_queue_config(%s, 'max_depth', '1')", [queue])
     page = b.get("/queue", queue=queue).text
     for place in ("consumers", "setting-max_depth"):
-        assert f'href="/queue?queue={queue}#{place}"' in page
+        assert f'href="#{place}"' in page
 
 
 def test_checks_are_written_as_the_page_writes() -> None:
@@ -97,20 +103,75 @@ def test_checks_are_written_as_the_page_writes() -> None:
         ],
     ):
         assert detail(given) == f"<bdi>{written}</bdi>"
-    assert "set ticker_paused to false on the page" in advice(
-        "select pgque.alter_queue('it''s', '{\"ticker_paused\": false}')"
-    )
     assert detail(None) == ""
 
-    # The settings are where a paused ticker is mended, and no help where none runs.
-    parts = Site(Config(databases(["dbname=x"]))).templates.get_template("parts.html").module
-    for said, leads in (
-        ("select pgque.alter_queue('q', '{\"ticker_paused\": false}')", True),
-        ("Start the ticker beside the server: pgque ticker.", False),
-    ):
-        row = {"queue": "q", "check_name": "ticks", "status": "warn", "detail": "", "advice": said}
-        shown = parts.problems([row], lambda path, **_: path, False)  # type: ignore[attr-defined]
-        assert ("#setting-ticker_paused" in shown) == leads
+
+def test_a_paused_ticker_leads_to_its_setting_and_one_that_does_not_run_does_not(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection
+) -> None:
+    b = browser(admin)
+    shown = "Set ticker_paused to false."
+    assert shown not in text(b.get("/queue", queue=queue))
+    conn.execute("select pgque.alter_queue(%s, '{\"ticker_paused\": true}')", [queue])
+    page = b.get("/queue", queue=queue)
+    assert shown in text(page)
+    assert 'href="#setting-ticker_paused"' in page.text
+
+
+def test_every_check_has_a_kind(server: TestServer) -> None:
+    """The checks are named in the sources: the table needs each of them, and has no other."""
+    named = set()
+    for source in ("operate/health.sql", "options/recurring.sql"):
+        sql = (REPOSITORY / "sql" / "parts" / source).read_text()
+        named |= set(re.findall(r"check_name := '([^']+)'|select '([a-z ]+)', queue,", sql))
+    checks = {one or other for one, other in named} - {"figures"}
+    assert len(checks) > 15
+    assert checks == set(KINDS) - {"paused", "paused ticker", SLOW["check_name"]}
+
+
+def test_problems_are_grouped_by_kind_with_one_advice_and_their_queues_below_it(
+    browser: NewBrowser,
+    admin: Role,
+    reader: Role,
+    new_queue: Queues,
+    conn: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overview, "MOST_OF_GROUP", 2)
+    names = [new_queue(f"grouped_{n}") for n in range(4)]
+    for name in names:
+        conn.execute("select pgque.pause(%s)", [name])
+    page = browser(admin).get("/").text
+    [group] = re.findall(r'<section class="problem warn" id="problem-paused">.*?</section>', page, re.DOTALL)
+    assert re.search(r"sending is paused in \d+ queues", group)
+    assert group.count("Resume sending when senders may send again.") == 1
+    assert group.count("#actions") == 2
+    assert re.search(r"And \d+ more", group)
+    assert 'href="#problem-paused"' in page  # from the top
+    # A role that may not open the dead letters is not led there.
+    conn.execute("select pgque.set_queue_config(%s, 'max_retries', '0')", [names[0]])
+    assert "/dead?" not in browser(reader).get("/queue", queue=names[0]).text
+
+
+def test_the_first_page_asks_for_all_queues_in_one_statement(
+    browser: NewBrowser, admin: Role, new_queue: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it asks does not grow with the number of queues."""
+    asked: list[str] = []
+    rows = Page.rows
+    monkeypatch.setattr(
+        Page, "rows", lambda page, query, *rest: asked.append(query) or rows(page, query, *rest)
+    )
+    counts = []
+    for names in (["one"], ["two", "three", "four"]):
+        for name in names:
+            new_queue(f"counted_{name}")
+        b = browser(admin)
+        asked.clear()
+        b.get("/")
+        counts.append(len(asked))
+        assert sum("pgque.overview" in query for query in asked) <= 1
+    assert counts[0] == counts[1]
 
 
 def test_the_rates_of_what_comes_in_and_goes_out(
@@ -148,14 +209,14 @@ def test_queues_are_shown_by_name_and_order_in_pages(
     conn.execute("select pgque.pause('page_c')")
     b = browser(reader)
     pages = [b.get("/", name="page_", order="name", page=n) for n in (1, 2)]
-    first, second = (page.text.split("<tbody>")[1] for page in pages)
+    first, second = (re.split("</?tbody>", page.text)[1] for page in pages)
     assert "page_a" in first
     assert "page_b" in first
     assert "page_c" not in first
     assert "Page 1 of 2" in text(pages[0])
     assert "page_a" not in second
     assert "page_c" in second
-    rows = b.get("/", name="PAGE_").text.split("<tbody>")[1]
+    rows = re.split("</?tbody>", b.get("/", name="PAGE_").text)[1]
     assert rows.index("page_c") < rows.index("page_a")  # the paused one comes first
     assert "No queue has a name like this." in text(b.get("/", name="nothing like it"))
     b.get("/", page=-1)
@@ -180,10 +241,24 @@ def test_settings_are_shown_with_their_source_and_edited_in_place(
         return text(Page())  # type: ignore[arg-type]
 
     assert "built in How often a rejected message is redelivered" in shown("max_retries")
-    assert "retries Save Default: 5" in shown("max_retries")
-    b.post("/queue/setting", queue=queue, setting="max_retries", value="3")
+    assert "retries Default: 5" in shown("max_retries")
+    fields = {
+        "queue": queue,
+        "was-max_retries": "5",
+        "set-max_retries": "3",
+        "was-max_depth": "0",
+        "set-max_depth": "0",
+    }
+    page = text(b.post("/queue/settings/preview", **fields))
+    assert "Save 1 setting of queue" in page
+    assert "max_retries 5 3 How often a rejected message is redelivered" in page
+    assert f"""select pgque.alter_queue('{queue}', '{{"max_retries": "3"}}'::jsonb)""" in page
+    assert conn.execute(value, [queue, "max_retries"]).fetchone() == ("5",)  # to ask changes nothing
+    assert "max_retries is now 3." in text(b.post("/queue/settings", **fields))
     assert conn.execute(value, [queue, "max_retries"]).fetchone() == ("3",)
     assert "this queue" in shown("max_retries")
+    page = text(b.get("/queue", queue=queue))
+    assert page.index("Changed for this queue 1: max_retries") < page.index("Delivery and failures")
 
     try:
         conn.execute("select pgque.set_default_config('message_ttl', '3 days')")
@@ -192,17 +267,15 @@ def test_settings_are_shown_with_their_source_and_edited_in_place(
     finally:
         conn.execute("select pgque.set_default_config('message_ttl', null)")
 
-    page = b.post(
-        "/queue/setting", queue=queue, setting="max_retries", value="-1", back=f"/queue?queue={queue}"
-    )
-    assert "max_retries" in text(page)
-    assert 'role="alert"' in page.text
-    # Without a fragment of its own, the browser would mark the row of the setting as saved.
-    assert page.history[-1].headers["location"].endswith("#main")
-    assert conn.execute(value, [queue, "max_retries"]).fetchone() == ("3",)
-    page = b.post("/queue/setting", queue=queue, setting="max_retries", default="1", value="7")
+    # The button Default, in the form as a browser sends it
+    fields = {"queue": queue, "was-max_retries": "3", "set-max_retries": "7", "default": "max_retries"}
+    page = b.post("/queue/settings/preview", **fields)
+    assert "max_retries 3 default: 5" in text(page)
+    assert '{"max_retries": null}' in text(page)
+    page = b.post("/queue/settings", **{"queue": queue, "was-max_retries": "3"})
     assert "max_retries is now 5." in text(page)
     assert "built in" in shown("max_retries")
+    assert "nothing to save" in text(b.post("/queue/settings/preview", queue=queue))
 
     page = b.get("/queue", queue=queue)
     for choice in ("drop", "dead_letter", "hold"):
@@ -481,10 +554,10 @@ def test_messages_are_found_and_one_is_shown_with_all_that_is_known(
     while address:
         page = b.client.get(address).text
         seen += re.findall(r'id=(\d+)">\d+</a>|Consumer"><bdi>(\w)</bdi>', page)
-        more = re.search(r'href="([^"]*)">Next', page)
+        more = re.search(r'href="([^"]*)">Older', page)
         address = unescape(more[1]) if more else ""
     rows = conn.execute(
-        "select msg_id::text, consumer_name from pgque.list_messages(%s) order by 1, 2", [queue]
+        "select msg_id::text, consumer_name from pgque.list_messages(%s) order by msg_id desc, 2", [queue]
     ).fetchall()
     assert [one for one, _ in seen if one] == [row[0] for row in rows]
     assert [one for _, one in seen if one] == [row[1] for row in rows if row[1]]
@@ -600,7 +673,7 @@ def test_a_role_with_a_right_to_one_queue_sees_that_queue_and_is_offered_what_it
     )
 
     every = (
-        'href="/messages?', 'href="/dead?', 'href="/archive?', 'href="/send?', "Purge", "Pause sending", ">Save<", "Reclaim",
+        'href="/messages?', 'href="/dead?', 'href="/archive?', 'href="/send?', "Purge", "Pause sending", ">Save…<", "Reclaim",
     )  # fmt: skip
     offered = {
         own: every,
@@ -618,10 +691,11 @@ def test_a_role_with_a_right_to_one_queue_sees_that_queue_and_is_offered_what_it
     conn.execute("select pgque.send(%s, 'new payload'::text)", [read])
     assert "new payload" in text(b.get("/messages", queue=read))
     assert "may not send" in text(b.get("/send", queue=read))
-    assert "is now 2" in text(b.post("/queue/setting", queue=own, setting="max_retries", value="2"))
+    two = {"was-max_retries": "5", "set-max_retries": "2"}
+    assert "is now 2" in text(b.post("/queue/settings", queue=own, **two))
     # What is not offered is refused as well.
     for name in (read, write, other):
-        b.post("/queue/setting", 403, queue=name, setting="max_retries", value="2")
+        b.post("/queue/settings", 403, queue=name, **two)
         b.post("/queue/pause", 403, queue=name)
         b.post("/queue/purge", 403, queue=name)
         b.get("/dead", 403, queue=name)
@@ -657,7 +731,7 @@ def test_viewers_share_figures_but_a_role_is_shown_its_own_queues_only(
     second.log_in(reader)
     third.log_in(one)
     for b in (first, second, first):
-        assert f"{other} : senders" in text(b.get("/"))
+        assert f"{other} : sending is paused" in text(b.get("/"))
     page = third.get("/")
     assert own in page.text
     assert other not in page.text
@@ -666,7 +740,8 @@ def test_viewers_share_figures_but_a_role_is_shown_its_own_queues_only(
     conn.execute("select pgque.revoke_queue(%s, %s, 'consume')", [own, one.name])
     assert own not in third.get("/").text
     first.post("/queue/pause", queue=own)
-    assert f"{own} : senders" in text(second.get("/"))  # a change is seen at once
+    paused = re.findall(r'id="problem-paused">.*?</section>', second.get("/").text, re.DOTALL)[0]
+    assert own in paused  # a change is seen at once
 
 
 def test_a_page_that_is_read_only_offers_nothing_and_refuses_all(
@@ -744,7 +819,14 @@ def test_no_text_of_a_user_becomes_markup_or_sql(
         for field in ("type", "text", "consumer", "key", "reason"):
             pages.append(b.get(path, queue=queue, **{field: EVIL}))
     pages.append(b.post("/dead/ask", queue=queue, action="requeue", all=1, reason=EVIL))
-    pages.append(b.post("/queue/setting", queue=queue, setting=EVIL, value=EVIL, back="/recurring"))
+    pages.append(b.post("/queue/settings/preview", **{"queue": queue, "set-max_retries": EVIL}))
+    pages.append(b.post("/queue/settings", 409, **{"queue": queue, "set-max_retries": EVIL}))
+    was = {"was-max_retries": "5", "was-drop_policy": "dead_letter"}
+    pages.append(
+        b.post(
+            "/queue/settings", 400, queue=queue, **{"set-max_retries": EVIL, "set-drop_policy": EVIL}, **was
+        )
+    )
     pages.append(
         b.post("/send", 400, queue=queue, payload=EVIL.replace("\x1b", ""), headers=EVIL.replace("\x1b", ""))
     )
@@ -793,7 +875,9 @@ def sampled(conn: psycopg.Connection[Any], queue: str, gap: tuple[int, int] = (0
 def bars(page: str, title: str) -> list[str]:
     """Return what the bars of a chart say, gaps too, without their time."""
     [figure] = [part for part in page.split("<figure")[1:] if f"<figcaption>{title}<" in part]
-    return re.findall(r"<title>\d\d-\d\d \d\d:\d\d UTC, [^:]*: (.*?)</title>", figure.partition("</figure>")[0])
+    return re.findall(
+        r"<title>\d\d-\d\d \d\d:\d\d UTC, [^:]*: (.*?)</title>", figure.partition("</figure>")[0]
+    )
 
 
 def test_charts_show_what_was_sampled_of_a_queue_and_of_each_consumer(
@@ -856,7 +940,7 @@ def test_who_did_what_is_shown_to_administrators(
     one, other = new_queue(NAME), new_queue()
     b = browser(admin)
     for name in (one, other):
-        b.post("/queue/setting", queue=name, setting="max_retries", value="3")
+        b.post("/queue/settings", queue=name, **{"was-max_retries": "5", "set-max_retries": "3"})
     page = text(b.get("/actions", of=one))
     assert f"{admin.name} pgque web {one}" in page
     assert '"param_value": "3"' in page or '"max_retries": "3"' in page, page
@@ -890,13 +974,11 @@ def test_a_database_that_takes_too_long_for_its_checks_still_shows_its_queues(
 ) -> None:
     with psycopg.connect(own_dsn, autocommit=True) as conn:
         conn.execute("select pgque.create_queue('orders')")
-        conn.execute("alter function pgque.health() rename to slow_health")
         conn.execute(
-            "create function pgque.health(out check_name text, out queue text, out status text, out detail text,"
-            " out advice text) returns setof record language sql as $$"
+            "create or replace function pgque._recurring_health(out check_name text, out queue text,"
+            " out status text, out detail text, out advice text) returns setof record language sql as $$"
             " select 'x', null, 'ok', null, pg_catalog.pg_sleep(60)::text $$"
         )
-        conn.execute("grant execute on function pgque.health() to pgque_reader")
     site = Site(
         Config(databases([over_tcp(server.process, own_dsn)]), statement_timeout=1, figures_timeout=1)
     )

@@ -61,18 +61,29 @@ begin
 end
 $$;
 
+-- Returns whether a snapshot shows rows of a queue that its last tick does not show.
+create or replace function pgque._has_new_rows(p_queue_id int, p_last pgque.tick, p_snapshot pg_snapshot) returns boolean
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+declare
+  v_found  boolean;
+begin
+  execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, p_snapshot)))
+  into v_found;
+  return v_found;
+end
+$$;
+
 -- Returns why a queue gets a tick with this snapshot: 'events' (it shows events that no
 -- tick covers), 'forced' or 'idle'.  Or returns why it gets none: 'nothing' (it shows
--- no such events), or null (too early to check).  The function only reads: no WAL, no
--- transaction id.
-create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
-language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+-- no such events), or null (too early to check).  p_new: what _has_new_rows() returned,
+-- if the caller asked it.  The function only reads: no WAL, no transaction id.
+create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot, p_new boolean default null) returns text
+language plpgsql as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
   v_age    interval := v_now - p_last.tick_time;
   v_ahead  boolean := v_age < '-1 second';   -- the clock was set back, by more than a correction
-  v_found  boolean;
   v_none   text;
 begin
   if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
@@ -81,9 +92,7 @@ begin
   if v_count >= p_queue.queue_ticker_max_count or v_ahead
     or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
   then
-    execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, p_snapshot)))
-    into v_found;
-    if v_found then
+    if coalesce(p_new, pgque._has_new_rows(p_queue.queue_id, p_last, p_snapshot)) then
       return 'events';
     end if;
     v_none := 'nothing';

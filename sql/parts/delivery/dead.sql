@@ -198,7 +198,7 @@ language sql immutable as $$
 $$;
 
 create or replace function pgque.dlq_reasons(
-  queue_name text, caller pgque.caller default current_user,
+  queue_name text, limit_count int default 200000, caller pgque.caller default current_user,
   out consumer_name text, out reason text, out dead_letters bigint, out held bigint, out oldest timestamptz, out newest timestamptz, out newest_dl_id bigint
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -215,7 +215,7 @@ begin
         from pgque.dead_letter d
         where d.dl_queue_id = v_queue.queue_id
         order by d.dl_id desc
-        limit 200000
+        limit case when $2 < 0 then 0 else $2 end
       ) d
       group by d.dl_consumer_id, d.dl_reason
     ) d
@@ -224,10 +224,10 @@ begin
     order by 3 desc, 1, 2;
 end
 $$;
-comment on function pgque.dlq_reasons(text, pgque.caller) is
+comment on function pgque.dlq_reasons(text, int, pgque.caller) is
   'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
   'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
-  'characters, shows numbers as N (not digits of a word, such as utf-8), and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
+  'characters, shows numbers as N (not digits of a word, such as utf-8), and is empty if none was given. The newest limit_count dead letters count (NULL: all). Errors: PQ001 no such queue.';
 
 -- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
 -- same one.  p_call: the function to record in list_actions(), if a role calls it by
@@ -355,6 +355,35 @@ comment on function pgque.dlq_requeue(bigint, pgque.caller) is
   'Requeues a dead letter: the consumer that failed it receives the message again. Returns the message''s id, which stays. Its retries '
   'count from zero, and retention_period from now. Errors: PQ008 no such dead letter; PQ011 that consumer was '
   'unsubscribed.';
+
+create or replace function pgque.dlq_edit(
+  dl_id bigint, payload text default null, type text default null, headers jsonb default null, caller pgque.caller default current_user
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_dead   pgque.dead_letter := pgque._take_dead_letter(dlq_edit.dl_id, caller, 'dlq_edit');
+  v_sub    pgque.subscriber;
+begin
+  if $4 is not null then
+    perform pgque._headers((select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id), $4);
+  end if;
+  v_sub.sub_consumer := v_dead.dl_consumer_id;
+  execute pgque._archive_sql(null, 'select ($3).*, ($3).dl_receives as ev_receives, null::text as ev_worker', v_dead.dl_queue_id)
+  using v_sub, null::text, v_dead, null, null, 'edited'::text;
+  perform pgque._count(v_dead.dl_queue_id, 0, 'archived', 1);
+  if $2 is not null then
+    v_dead.ev_data := $2;
+    v_dead.ev_bytes := null;
+  end if;
+  v_dead.ev_type := coalesce($3, v_dead.ev_type);
+  v_dead.ev_headers := coalesce($4, v_dead.ev_headers);
+  return pgque._requeue(v_dead);
+end
+$$;
+comment on function pgque.dlq_edit(bigint, text, text, jsonb, pgque.caller) is
+  'Requeues a dead letter with another payload, type or headers (NULL: as they are): the consumer that failed it receives the message again. The message as it '
+  'was is kept in the archive with outcome edited, in the same transaction. Returns the message''s id, which stays. Errors: PQ005 headers are no object; PQ008 no such dead letter; PQ011 that '
+  'consumer was unsubscribed.';
 
 create or replace function pgque.dlq_requeue_all(
   queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user

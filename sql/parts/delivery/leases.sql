@@ -126,7 +126,9 @@ language sql set enable_seqscan = off set jit = off as $$
   select r.ev_batch from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch is not null
 $$;
 
-create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
+create or replace function pgque.reclaim(
+  queue_name text, consumer_name text, older_than interval default '0', msg_id bigint default null, caller pgque.caller default current_user
+) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
@@ -137,6 +139,16 @@ begin
   if $3 is null then
     perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
       'Pass the age of the batches to release, such as ''10 minutes''. ''0'' releases all of them.');
+  end if;
+  if $4 is not null then
+    v_count := (
+      select count(*)
+      from pgque._batches_with(v_sub.sub_id, $4) b (id)
+      cross join lateral pgque._lease(v_sub.sub_id, b.id) l
+      cross join lateral pgque._set_outcomes(b.id, array[$4], 'release', null, null, true) o
+      where v_sub.sub_role = 'pool' and (l.pos_time > v_now - $3 and l.pos_time <= v_now) is not true and o.ok);
+    perform pgque._record_action('reclaim', $1, jsonb_build_object('consumer_name', $2, 'older_than', $3, 'msg_id', $4)) where v_count > 0;
+    return v_count;
   end if;
   perform pgque._lock_subscriber(v_sub.sub_id);
   -- A worker that is just finishing its batch keeps it.
@@ -152,9 +164,9 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.reclaim(text, text, interval, pgque.caller) is
+comment on function pgque.reclaim(text, text, interval, bigint, pgque.caller) is
   'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
-  'number of batches. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
+  'number of batches. msg_id: only this message of them; returns 1, or 0 if no worker has it. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
 
 create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;

@@ -219,7 +219,7 @@ begin
 end
 $$;
 
-create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
+create or replace function pgque.retry_now(queue_name text, consumer_name text, msg_id bigint default null, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
@@ -227,12 +227,12 @@ declare
   v_count  bigint;
 begin
   update pgque.retry_queue r set ev_retry_after = v_now
-  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
+  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null and ($3 is null or r.ev_id = $3);
   get diagnostics v_count = row_count;
-  perform pgque._record_action('retry_now', $1, jsonb_build_object('consumer_name', $2, 'messages', v_count)) where v_count > 0;
+  perform pgque._record_action('retry_now', $1, jsonb_build_object('consumer_name', $2, 'msg_id', $3, 'messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
-comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes all pending retries of a consumer due now, for example after a repair, or after a clock that was ahead. Returns their number. Errors: '
+comment on function pgque.retry_now(text, text, bigint, pgque.caller) is
+  'Makes all pending retries of a consumer due now, for example after a repair, or after a clock that was ahead. msg_id: only this message. Returns their number. Errors: '
   'PQ001 no such queue; PQ011 not subscribed.';

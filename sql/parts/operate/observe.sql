@@ -88,6 +88,32 @@ $$;
 create or replace function pgque._shorten_lock_timeout() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
+-- Returns how many messages a second were sent to a queue: since its last tick that is a
+-- minute old, found backwards, since a busy queue has too many ticks to read, or since
+-- the first tick of a younger queue.  p_last: the last tick.
+create or replace function pgque._rate(p_queue pgque.queue, p_last pgque.tick) returns double precision
+language plpgsql as $$
+declare
+  v_before  timestamptz := pgque.clock() - interval '1 minute';
+  v_tick    pgque.tick;
+begin
+  if p_last.tick_time <= v_before then
+    return 0;
+  end if;
+  execute pg_catalog.format('select t.* from pgque.tick_%s_%s t where t.tick_time <= $1 order by t.tick_id desc limit 1', p_queue.queue_id, p_queue.queue_cur_table)
+  into v_tick using v_before;
+  if v_tick.tick_id is null then
+    execute pg_catalog.format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue.queue_id))
+    into v_tick using v_before;
+  end if;
+  if v_tick.tick_id is null then
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
+  end if;
+  -- For a second at least: a burst after the creation is no rate.
+  return (p_last.tick_event_seq - v_tick.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_tick.tick_time), 1);
+end
+$$;
+
 -- These functions read each queue with the same statements.  One plan for all queues
 -- takes less time than one plan for each (plan_cache_mode).  The plan has to use
 -- indexes: one queue may have nearly all retries and dead letters.  Without sequential
@@ -105,7 +131,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
-  v_old    pgque.tick;
+  v_rate   double precision;
   v_seq    bigint;
 begin
   if $1 is not null then
@@ -117,18 +143,12 @@ begin
     order by q.queue_name
   loop
     v_last := null;
-    v_old := null;
+    v_rate := null;
     begin
       perform pgque._shorten_lock_timeout();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
-        -- The last tick that is a minute old, found backwards, since a busy queue has too many
-        -- ticks to read; the first tick of a younger queue.
-        execute format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_old using pgque.clock() - interval '1 minute';
-        if v_old.tick_id is null then
-          execute format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id)) into v_old;
-        end if;
+        v_rate := pgque._rate(v_queue, v_last);
       end if;
       v_seq := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
@@ -140,6 +160,7 @@ begin
         null;
       when lock_not_available then
         v_last := null;
+        v_rate := null;
       when others then
         if $1 is not null or not pgque._was_dropped(v_queue.queue_id) then
           raise;
@@ -150,9 +171,7 @@ begin
       select v_queue.queue_name, v_queue.queue_ntables, v_queue.queue_cur_table, v_queue.queue_rotation_period, v_queue.queue_switch_time,
         v_queue.queue_external_ticker, v_queue.queue_ticker_paused, v_queue.queue_ticker_max_count, v_queue.queue_ticker_max_lag,
         v_queue.queue_ticker_idle_period, pgque.clock() - v_last.tick_time,
-        -- For a second at least: a burst after the creation is no rate.
-        ((v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1))::float8,
-        v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
+        v_rate, v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
   end loop;
 end
 $$;
@@ -162,16 +181,31 @@ comment on function pgque.get_queue_info(text, pgque.caller) is
 
 -- Returns the subscribers of a queue, or those of a name, each with its newest
 -- position.  Both leaves in one statement: a position may move from one to the other.
+-- Batches that were closed since are not in pos_open: most consumers have no other, and
+-- the state of a batch takes longer to find out than all else.
 create or replace function pgque._positions(p_queue_id int, p_name text default null) returns table (sub pgque.subscriber, pos pgque.position)
 language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_found  record;
 begin
-  return query
-    select s, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position end
+  for v_found in
+    select s as sub, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position end as pos,
+      case when pg_catalog.cardinality(n.pos_open) > 0 then array(
+        select o.id
+        from pg_catalog.unnest(n.pos_open) with ordinality o (id, n)
+        where not exists (select from pgque.settled c where c.set_batch = o.id and c.set_ev_id = 0 and c.set_what = 'closed')
+        order by o.n) end as open
     from pgque.subscriber s
     left join lateral (
       select p.* from pgque.position p where p.pos_sub = s.sub_id order by p.pos_seq desc limit 1
     ) n on true
-    where s.sub_queue = p_queue_id and (p_name is null or pgque._subscriber_name(s) = p_name);
+    where s.sub_queue = p_queue_id and (p_name is null or pgque._subscriber_name(s) = p_name)
+  loop
+    sub := v_found.sub;
+    pos := v_found.pos;
+    pos.pos_open := coalesce(v_found.open, pos.pos_open);
+    return next;
+  end loop;
 end
 $$;
 
@@ -204,9 +238,11 @@ declare
   v_mid    bigint := v_low + 1;   -- this is the tick, if messages come without a pause
   v_tick   pgque.tick;
 begin
-  if p_pos.pos_tick = p_last.tick_id or pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
-    v_sent := pgque._unfinished(p_sub, p_pos, pg_catalog.pg_current_snapshot());
-    return case when v_sent is not null then greatest(v_since, v_sent) end;
+  v_sent := pgque._unfinished(p_sub, p_pos, pg_catalog.pg_current_snapshot());
+  if v_sent is null then
+    return null;   -- most consumers are here
+  elsif p_pos.pos_tick = p_last.tick_id or pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
+    return greatest(v_since, v_sent);
   end if;
   while v_high - v_low > 1 loop
     execute pg_catalog.format('select t.* from (%s) t where t.tick_id >= $1 order by t.tick_id limit 1', pgque._ticks_sql(p_sub.sub_queue))
@@ -226,10 +262,10 @@ end
 $$;
 
 -- Returns the columns of get_consumer_info() for some subscribers of one queue.  With
--- p_blind, only those that need no table of the queue.  p_last: the last tick of the
--- queue, if the caller knows it.
+-- p_blind, only those that need no table of the queue.  p_last, p_new: the last tick of
+-- the queue, and whether it has rows that this tick does not show, if the caller knows.
 create or replace function pgque._consumers(
-  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean, p_last pgque.tick default null,
+  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean, p_last pgque.tick default null, p_new boolean default null,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
@@ -258,7 +294,9 @@ begin
     if not p_blind then
       pending_events := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_pos.pos_event_seq;
       if v_sub.sub_main is null then
-        lag := pgque.clock() - pgque._pending_since(v_sub, v_pos, p_last);
+        -- A consumer at the last tick has nothing pending if nothing came since.
+        lag := case when v_pos.pos_tick <> p_last.tick_id or p_new is not false or v_pos.pos_snapshot::text <> p_last.tick_snapshot::text
+          then pgque.clock() - pgque._pending_since(v_sub, v_pos, p_last) end;
         -- What was rolled back has drawn ids, too.
         pending_events := case when lag is null then 0 else pending_events end;
       else
@@ -522,14 +560,15 @@ $$;
 
 -- Returns all messages of a queue, or one (p_id), with one row for each consumer that
 -- has it.  Of each kind, these are the first p_limit rows by id that satisfy p_where,
--- or more: all rows of one message are returned together.  p_where is a condition on a
--- row m of the result.  p_status, p_consumer and p_after, which are part of p_where
--- too, avoid needless reads.
+-- or more: all rows of one message are returned together.  With p_before they are the last
+-- ones below that id.  p_where is a condition on a row m of the result.  p_status,
+-- p_consumer, p_after and p_before, which are part of p_where too, avoid needless reads.
 -- These are several statements, and messages move meanwhile.  So that none is missed, the
 -- positions are read first: a message that is delivered later is still ahead of them.  And
 -- each place is read before the one that its messages move to.
 create or replace function pgque._messages(
   p_queue pgque.queue, p_id bigint, p_limit int, p_where text default 'true', p_status text default null, p_consumer text default null, p_after bigint default 0,
+  p_before bigint default null,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -559,21 +598,22 @@ begin
       v_sub := v_subs[n];
       for v_held in
         select h.* from pgque._states(v_sub.sub_id, (v_at[n]).pos_open) h
-        where h.place = 'log' and ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= p_id) is not true
+        where h.place = 'log' and ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= coalesce(p_id, p_before - 1)) is not true
       loop
         return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and, v_places)), $q$
           case when e.ev_expires <= $2 and $4 <= $2 then 'expired' when $4 > $2 then 'processing' else 'retry' end,
           case when $4 = 'infinity' then e.ev_time else $4 end, coalesce(e.ev_retry, 0) + $6, $5, case when $4 > $2 then $7 end
-          $q$, p_where)
+          $q$, p_where, p_before is not null)
         using v_sub.sub_consumer, v_now, p_limit, v_held.until, (v_held.lease).pos_worker, (v_sub.sub_role = 'pool')::int, v_held.token;
       end loop;
     end loop;
   end if;
   if coalesce(p_status, 'delayed') in ('pending', 'processing', 'delayed', 'retry', 'expired') then
-    return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
+    return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where, p_before is not null)
+    using p_queue.queue_id, v_now, p_limit, coalesce(p_id, p_before - 1), p_after;
   end if;
   for n in 1..coalesce(pg_catalog.cardinality(v_subs), 0) loop
-    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], p_limit, p_where, p_status, p_after, v_places, v_at[n]) m;
+    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], p_limit, p_where, p_status, p_after, v_places, v_at[n], p_before) m;
   end loop;
   if coalesce(p_status, 'dead') in ('dead', 'failed') then
     -- One consumer after the other, in the order of an index.
@@ -584,8 +624,8 @@ begin
         -- One lookup each; an EXISTS may become a join with all dead letters.
         and (select true from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id limit 1)
     loop
-      return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where)
-      using p_queue.queue_id, v_now, p_limit, p_id, p_after, v_sub.sub_consumer;
+      return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where, p_before is not null)
+      using p_queue.queue_id, v_now, p_limit, coalesce(p_id, p_before - 1), p_after, v_sub.sub_consumer;
     end loop;
   end if;
   if coalesce(p_status, 'archived') = 'archived' then
@@ -595,8 +635,8 @@ begin
         a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
-      where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
-    using p_queue.queue_id, v_now, p_limit, p_id, p_after;
+      where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where, p_before is not null)
+    using p_queue.queue_id, v_now, p_limit, coalesce(p_id, p_before - 1), p_after;
   end if;
 exception
   when others then
@@ -607,10 +647,11 @@ $$;
 
 -- Returns those of them that are in the log and that a consumer at p_position (null: where
 -- it stands now) has not received.  It reads ids range by range, each eight times as long as
--- the one before, until it has enough.  (No sequential scans: if a table was analyzed when it
+-- the one before, until it has enough: upwards, or downwards from p_before.  (No sequential scans: if a table was analyzed when it
 -- had only the first range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[], p_position pgque.position default null,
+  p_before bigint default null,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -619,6 +660,8 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
   v_position  pgque.position := pgque._next_from(case when p_position.pos_sub is null then pgque._position(p_sub.sub_id) else p_position end);
+  v_newest    bigint;
+  v_after     bigint := p_after;
   v_upto      bigint;
   v_and       text := '';
   v_xids      int8multirange := '{(,)}';
@@ -631,25 +674,41 @@ begin
   then
     return;
   end if;
+  v_newest := pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq);
+  if p_before <= v_newest then
+    v_upto := p_before - 1;
+  end if;
   loop
     if p_places is null then
-      v_upto := greatest(v_upto, p_after, v_position.pos_event_seq) + v_length;
-      if v_moved or v_upto >= pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is not false then
-        v_upto := null;
+      if p_before is not null then
+        -- The last range has all that is left: a message with an old id may be ahead too.
+        v_after := coalesce(v_upto, v_newest, 0) - v_length;
+        if pgque._noted(p_queue.queue_id, '{external}') or v_after <= greatest(p_after, v_position.pos_event_seq) then
+          v_after := p_after;
+        end if;
+      else
+        v_upto := greatest(v_after, v_position.pos_event_seq) + v_length;
+        if v_moved or v_upto >= v_newest is not false then
+          v_upto := null;
+        end if;
       end if;
-      v_and := pg_catalog.format(' and e.ev_id > %s%s', p_after, ' and e.ev_id <= ' || v_upto);
-      v_xids := pgque._span_xids(p_queue, p_after, v_upto);
+      v_and := pg_catalog.format(' and e.ev_id > %s%s', v_after, ' and e.ev_id <= ' || v_upto);
+      v_xids := pgque._span_xids(p_queue, v_after, v_upto);
     end if;
     return query execute pgque._messages_sql(
       pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, v_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
         case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
         e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
-        $q$, p_where)
+        $q$, p_where, p_before is not null)
     using p_sub.sub_consumer, pgque.clock(), p_limit;
     get diagnostics v_count = row_count;
     v_found := v_found + v_count;
-    exit when v_upto is null or v_found >= p_limit;
-    p_after := v_upto;
+    exit when v_found >= p_limit or p_places is not null or case when p_before is null then v_upto is null else v_after = p_after end;
+    if p_before is null then
+      v_after := v_upto;
+    else
+      v_upto := v_after;
+    end if;
     v_length := 8 * v_length;
   end loop;
 end
@@ -692,7 +751,7 @@ $f$;
 
 -- Returns a query for rows of pgque.event as _messages() returns them for consumer $1.
 -- p_state: expressions for status, available_at, receive_count, worker and batch id.
-create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text) returns text
+create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text, p_down boolean) returns text
 language sql immutable as $f$
   select pgque._limited_sql(pg_catalog.format(
     $q$
@@ -700,12 +759,12 @@ language sql immutable as $f$
       e.ev_time, x.available_at, x.receives, coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, x.worker, x.batch, null::bigint
     from (%s) e
     cross join lateral (select %s) x (status, available_at, receives, worker, batch)
-    $q$, p_rows, p_state), p_where)
+    $q$, p_rows, p_state), p_where, p_down)
 $f$;
 
--- Returns a query for the first $3 rows by id that satisfy a condition, and the other
--- rows of the last message.
-create or replace function pgque._limited_sql(p_rows text, p_where text) returns text
+-- Returns a query for the first $3 rows by id that satisfy a condition, or with p_down
+-- for the last ones, and the other rows of the message where they end.
+create or replace function pgque._limited_sql(p_rows text, p_where text, p_down boolean default false) returns text
 language sql immutable as $f$
   select pg_catalog.format(
     $q$
@@ -713,9 +772,9 @@ language sql immutable as $f$
     from (%s) m (msg_id, consumer_name, status, type, payload, headers, key, payload_bytes, created_at, available_at, receive_count, retry_count,
       last_error, expires_at, worker, batch_id, dl_id)
     where %s
-    order by m.msg_id
+    order by m.msg_id%s
     fetch first $3 rows with ties
-    $q$, p_rows, p_where)
+    $q$, p_rows, p_where, case when p_down then ' desc' else '' end)
 $f$;
 
 -- No index serves the filters: one of the log by type made send_batch take 1.4 times as
@@ -724,7 +783,7 @@ $f$;
 create or replace function pgque.list_messages(
   queue_name text, only_status text default null, limit_count int default 100, only_type text default null, only_key text default null,
   only_consumer text default null, since timestamptz default null, until timestamptz default null, matching text default null,
-  after_id bigint default null, caller pgque.caller default current_user,
+  after_id bigint default null, before_id bigint default null, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -741,7 +800,7 @@ begin
     perform pgque._fail('PQ005', format('limit_count must not be negative, for queue %I', v_queue.queue_name),
       'Pass the highest number of messages to list, such as 100.');
   end if;
-  v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
+  v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.msg_id < ' || $11, 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
     'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
     pgque._matching_sql($9, 'pg_catalog.left(m.payload, 100000), m.headers::text, m.last_error'));
   -- The planner takes a status for rare, and would read and sort the whole retry queue.
@@ -750,20 +809,21 @@ begin
     select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
       m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id, m.dl_id
     from (
-      select m.*, row_number() over w as n, rank() over (order by m.msg_id) as begins
-      from pgque._messages(v_queue, null, $3, v_where, $2, $6, coalesce($10, 0)) m
-      window w as (order by m.msg_id, m.consumer_name)
+      select m.*, row_number() over (order by o.place, m.consumer_name) as n, rank() over (order by o.place) as begins
+      from pgque._messages(v_queue, null, $3, v_where, $2, $6, coalesce($10, 0), $11) m
+      cross join lateral (select case when $11 is null then m.msg_id else -m.msg_id end as place) o
     ) m
-    where m.n <= $3 or m.begins <= $3 and $10 is not null
+    where m.n <= $3 or m.begins <= $3 and coalesce($10, $11) is not null
     order by m.n;
 end
 $$;
-comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
+comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, bigint, pgque.caller) is
   'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, '
   'processing, delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: only those of '
   'this type, key or consumer. since, until: only those created at since or later, and before until. matching: only those with this text in the '
   'payload (its first 100,000 characters), the headers or last_error, in upper or lower case (of the letters that the database''s locale knows). '
-  'after_id: only those with a greater id. To read page by page, begin with 0 and continue with the last msg_id; a message then has all its rows, '
+  'after_id: only those with a greater id. before_id: only those with a lower id, the newest first. To read page by page, begin with after_id 0, or '
+  'with before_id 9223372036854775807, and continue with the last msg_id; a message then has all its rows, '
   'so there may be a few more than limit_count. available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead '
   'letter. A filter that few messages satisfy makes the call read all of them, for each consumer: with only_consumer, for one. Errors: PQ001 no such queue; PQ005 another status, or limit_count '
   'is negative.';
@@ -792,6 +852,77 @@ $$;
 comment on function pgque.get_message(text, bigint, pgque.caller) is
   'Returns one message, a row for each consumer that still has it, without receiving it. The columns are those of list_messages(). Errors: PQ001 '
   'no such queue; PQ010 no consumer has it.';
+
+create or replace function pgque.message_history(
+  queue_name text, msg_id bigint, caller pgque.caller default current_user,
+  out at timestamptz, out event text, out consumer_name text, out worker text, out number bigint, out detail text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $f$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_event  pgque.event := pgque._event_in_log(v_queue, $2);
+  v_tick   pgque.tick;
+begin
+  if v_event.ev_id is not null and not pgque._noted(v_queue.queue_id, '{moved,external}') then
+    v_tick := pgque._tick_of_event(v_queue, $2);   -- else the order of ids is not the one of ticks
+  end if;
+  return query execute format(
+    $q$
+    with m as materialized (
+      select m.* from pgque._messages($1, $2, 100) m where $2 is not null
+    ),
+    found as (
+      select coalesce($3, min(m.created_at)) as at, 'sent' as event, null::text as consumer_name, null::text as worker, null::bigint as number, null::text as detail
+      from m
+      having coalesce($3, min(m.created_at)) is not null
+      union all
+      select $4, 'ticked', null, null, $5, null where $5 is not null
+      union all
+      select l.pos_time, 'delivered', m.consumer_name, m.worker, m.batch_id, 'delivery ' || m.receive_count
+      from m
+      join pgque.consumer c on c.co_name = m.consumer_name
+      join pgque.subscriber s on s.sub_queue = $6 and s.sub_consumer = c.co_id and s.sub_main is null
+      cross join lateral pgque._lease(s.sub_id, m.batch_id) l
+      where m.status = 'processing' and l.pos_time is not null
+      union all
+      select m.available_at, case m.status when 'processing' then 'lease expires' else 'due' end, m.consumer_name, m.worker, null,
+        concat_ws(', ', case when m.retry_count > 0 then 'rejected ' || m.retry_count || ' times' end, m.last_error)
+      from m
+      where m.status in ('processing', 'retry', 'delayed')
+      union all
+      select m.expires_at, 'expires', m.consumer_name, null, null, null from m where m.status <> 'archived' and isfinite(m.expires_at)
+      union all
+      select d.dl_time, m.status, m.consumer_name, null, d.dl_id, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || ' deliveries' end, d.dl_reason)
+      from m
+      join pgque.dead_letter d on d.dl_id = m.dl_id
+      union all
+      select a.archived_at, 'archived', c.co_name, a.arc_worker, a.archive_id, concat_ws(', ', a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || ' deliveries' end)
+      from pgque.archive a
+      left join pgque.consumer c on c.co_id = a.arc_consumer
+      where a.ev_id = $2 and %s
+      union all
+      select null, pgque._ended_state($1, null, $2), null, null, null, null
+      where not exists (select from m) and pgque._ended_state($1, null, $2) is not null
+      union all
+      select a.act_time, a.act_call, a.act_args ->> 'consumer_name', null, null, 'by ' || a.act_role
+      from (select a.* from pgque.action a order by a.act_time desc limit 1000) a
+      where a.act_queue = $7 and a.act_args ->> 'msg_id' = $2::text
+    )
+    select f.at, f.event, f.consumer_name, f.worker, f.number, nullif(f.detail, '')
+    from found f
+    order by f.at nulls last, f.event <> 'sent', f.event, f.consumer_name
+    $q$, pgque._archived_by('a', v_queue.queue_id))
+  using v_queue, $2, v_event.ev_time, v_tick.tick_time, v_tick.tick_id, v_queue.queue_id, v_queue.queue_name;
+  if not found then
+    perform pgque._no_message(v_queue, $2);
+  end if;
+end
+$f$;
+comment on function pgque.message_history(text, bigint, pgque.caller) is
+  'Returns what is known of one message, the oldest first: at, event, consumer_name, worker, number, detail. Nothing is stored for it: the rows come from the '
+  'log, open batches, retries, dead letters, the archive and the newest 1,000 actions. event: sent, ticked (the first tick that may cover it), '
+  'delivered, lease expires, due, expires, dead, failed, archived, done or cancelled (without a time), or the function that a role called for it. number: the tick_id of ticked, the batch_id of delivered, the dl_id of dead and failed, the archive_id of archived. Errors: '
+  'PQ001 no such queue; PQ010 nothing is known of the message.';
 
 create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) returns void
 language plpgsql as $$

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from datetime import timedelta
 from uuid import UUID
@@ -11,27 +10,13 @@ from starlette.responses import Response
 
 from ..errors import PgqueBadArgumentError, PgqueBatchNotFoundError
 from ..ops.overview import MOST_READERS, READERS_QUERY, WORKERS_QUERY
-from . import chart, overview
+from . import chart, overview, settings
+from .changes import MOST_COUNTED, RIGHTS, key_limits, start_at
+from .change import Statement
 from .page import Page, Row
 
 MOST_LEASED = 100_000  # messages among which those of a worker are looked for
 MOST_BATCHES = 500  # of a worker that one request releases
-
-_UNIT = re.compile(r"\s*\bUnit: ([^.]+)\.$")
-# Of a setting that takes one of some words.
-CHOICES = {"drop_policy": ["dead_letter", "hold", "drop"]}
-
-GROUPS = {
-    "Delivery and failures": re.compile(
-        r"visibility_timeout|max_re.*|retry_backoff|drop_policy|dead_letter_queue|throughput_limit|archive_on_ack"
-    ),
-    "Storage and limits": re.compile(
-        r"rotation_period|retention_period|message_ttl|max_depth|max_consumers|max_window"
-    ),
-    "Ticks": re.compile(r"tick.*|external_ticker"),
-    "Health checks": re.compile(r"health_.*"),
-    "Other": re.compile(r".*"),
-}
 
 
 def show(page: Page) -> Response:
@@ -52,9 +37,8 @@ def show(page: Page) -> Response:
         figures=overview.of_one(page, info),
         consumers=consumers,
         workers=workers,
-        groups=grouped(settings(page, name)),
-        # max_consumers limits those who administer this queue alone
-        fixed=() if page.role["admin"] else ("max_consumers",),
+        key_limits=key_limits(page, name),
+        **settings.form(page, name),
         may_admin=admin and page.writable,
         may_see_messages=admin or page.may("consume", name),
         is_admin=admin,
@@ -64,39 +48,19 @@ def show(page: Page) -> Response:
     )
 
 
-def settings(page: Page, name: str) -> list[Row]:
-    """Return the settings with value, default, source, unit, meaning and choices."""
-    found = page.rows(
-        "select s.setting as name, s.value, s.default_value, s.source, s.type, s.description"
-        " from pgque.queue_settings(%s) as s order by s.setting",
-        [name],
+def show_access(page: Page) -> Response:
+    """Show which roles have rights to the queue alone."""
+    name = page.form.need("queue")
+    info = page.one("select i.queue_name from pgque.get_queue_info(%s) as i", [name])
+    rows = page.rows(
+        "select a.rolname::text as role, r.right_name from pgque.queue_right as r"
+        " join pgque.queue as q on q.queue_id = r.right_queue join pg_catalog.pg_roles as a on a.oid = r.right_role"
+        " where q.queue_name = %s and r.right_valid order by 1, 2 limit %s",
+        [info["queue_name"], MOST_COUNTED],
     )
-    for row in found:
-        unit = _UNIT.search(row["description"])
-        row["unit"] = unit[1] if unit else ""
-        row["meaning"] = _UNIT.sub("", row["description"])
-        row["choices"] = ["true", "false"] if row["type"] == "boolean" else CHOICES.get(row["name"], [])
-    return found
-
-
-def grouped(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return settings by what they are about."""
-    groups: dict[str, list[Row]] = {}
-    for title, names in GROUPS.items():
-        taken = [row for row in rows if names.fullmatch(row["name"])]
-        rows = [row for row in rows if row not in taken]
-        if taken:
-            groups[title] = taken
-    return groups
-
-
-def set_one(page: Page) -> Response:
-    """Set one setting, or restore its default."""
-    name, setting = page.form.need("queue"), page.form.need("setting")
-    value = None if page.form.get("default") else page.form.get("value") or None
-    page.value("select pgque.alter_queue(%s, jsonb_build_object(%s::text, %s::text))", [name, setting, value])
-    now = page.value("select value from pgque.queue_settings(%s) where setting = %s", [name, setting])
-    return page.done(f"{setting} is now {'empty' if now is None else now}.", "/queue", queue=name)
+    return page.shown(
+        "access.html", queue=info["queue_name"], rows=rows, rights=RIGHTS, may_change=page.writable
+    )
 
 
 def pause(page: Page) -> Response:
@@ -113,36 +77,6 @@ def resume(page: Page) -> Response:
     name = page.form.need("queue")
     page.value("select pgque.resume(%s)", [name])
     return page.done("The queue is open for senders.", "/queue", queue=name)
-
-
-def ask_purge(page: Page) -> Response:
-    """Ask before all messages are removed."""
-    name = page.form.need("queue")
-    info = page.one("select * from pgque.get_queue_info(%s)", [name])
-    pending = page.value("select max(pending_events) from pgque.get_consumer_info(%s)", [name])
-    return page.shown(
-        "confirm.html",
-        queue=info["queue_name"],
-        title="Purge this queue?",
-        facts=[("Messages that the slowest consumer has ahead of it", pending)],
-        text="Every message of the queue is removed for all consumers: pending, processing, delayed, retry."
-        " Dead letters and the archive stay. This cannot be undone.",
-        action="/queue/purge",
-        fields=[("queue", name)],
-        button="Purge the queue",
-        danger=True,
-        allowed=page.may_change("admin", name),
-        back=("/queue", {"queue": name}),
-    )
-
-
-def purge(page: Page) -> Response:
-    """Remove all messages."""
-    name = page.form.need("queue")
-    count = page.value("select pgque.purge(%s)", [name])
-    return page.done(
-        f"The queue is empty. The slowest consumer had {count:,} messages ahead of it.", "/queue", queue=name
-    )
 
 
 def reclaim(page: Page) -> Response:
@@ -207,7 +141,7 @@ def ask_seek(page: Page) -> Response:
     if wanted:
         # The queue may be dropped and created again before the button is pressed.
         incarnation = page.value("select pgque.queue_incarnation(%s)", [name])
-        target = page.value("select pgque.tick_for(%s, %s, %s)", [name, _start_at(page, wanted), incarnation])
+        target = page.value("select pgque.tick_for(%s, %s, %s)", [name, start_at(wanted), incarnation])
         tick = int(target)
         between = _between(page, name, info["last_tick"], tick)
         word = "Skips" if tick >= info["last_tick"] else "Repeats"
@@ -220,9 +154,16 @@ def ask_seek(page: Page) -> Response:
         wanted=wanted,
         tick=tick,
         incarnation=incarnation,
+        sql=page.sql(*_seek(name, consumer, tick, incarnation)) if tick is not None else "",
         allowed=page.may_change("consume", name),
         back=("/queue", {"queue": name}),
     )
+
+
+def _seek(name: str, consumer: str, tick: int, incarnation: UUID | None) -> Statement:
+    return "select pgque.seek(%s, %s, %s, force => true, incarnation => %s)", [
+        name, consumer, tick, incarnation,
+    ]  # fmt: skip
 
 
 def _between(page: Page, name: str, one: int, other: int) -> int | None:
@@ -240,13 +181,6 @@ def _between(page: Page, name: str, one: int, other: int) -> int | None:
     return count
 
 
-def _start_at(page: Page, wanted: str) -> str:
-    """Return a place as tick_for() takes it; a time without a zone is in UTC."""
-    if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?", wanted):
-        return f"{wanted}Z"
-    return wanted
-
-
 def _incarnation(text: str) -> UUID | None:
     """Return the field of the form, None if it has none. Raises PgqueBadArgumentError."""
     try:
@@ -261,8 +195,5 @@ def seek(page: Page) -> Response:
     tick = page.form.number("tick")
     if info["role"] != "normal":
         raise PgqueBadArgumentError(f"consumer {consumer} has workers, so it cannot be moved")
-    at = page.value(
-        "select pgque.seek(%s, %s, %s, force => true, incarnation => %s)",
-        [name, consumer, tick, _incarnation(page.form.get("incarnation"))],
-    )
+    at = page.value(*_seek(name, consumer, tick, _incarnation(page.form.get("incarnation"))))
     return page.done(f"Consumer {consumer} stands at tick {at}.", "/queue", queue=name)

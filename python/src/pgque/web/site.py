@@ -35,7 +35,22 @@ from ..errors import (
     PgquePermissionDeniedError,
     PgqueQueueNotFoundError,
 )
-from . import actions, archive, dead, failing, login, messages, overview, queue, recurring, send, streams
+from . import (
+    actions,
+    archive,
+    changes,
+    dead,
+    failing,
+    find,
+    login,
+    messages,
+    overview,
+    queue,
+    recurring,
+    send,
+    settings,
+    streams,
+)
 from .config import Config
 from .figures import Figures
 from .page import Form, Page, address, rendered
@@ -52,7 +67,8 @@ Handler = Callable[[Page], Response]
 READS: dict[str, Handler] = {
     "/": overview.show,
     "/queue": queue.show,
-    "/queue/purge": queue.ask_purge,
+    "/queue/settings": settings.show,
+    "/queue/access": queue.show_access,
     "/queue/seek": queue.ask_seek,
     "/dead": dead.show,
     "/dead/purge": dead.ask_purge,
@@ -60,36 +76,43 @@ READS: dict[str, Handler] = {
     "/messages": messages.show,
     "/message": messages.show_one,
     "/message/cancel": messages.ask_cancel,
+    "/message/ask": messages.ask,
+    "/message/edit": messages.ask_edit,
+    "/search": find.show,
     "/send": send.show,
     "/recurring": recurring.show,
     "/archive": archive.show,
     "/streams": streams.show,
     "/actions": actions.show,
     "/job": dead.show_job,
+    **changes.READS,
 }
 CHANGES: dict[str, Handler] = {
-    "/queue/setting": queue.set_one,
+    "/queue/settings": settings.save,
     "/queue/pause": queue.pause,
     "/queue/resume": queue.resume,
-    "/queue/purge": queue.purge,
     "/queue/reclaim": queue.reclaim,
     "/queue/reclaim/worker": queue.reclaim_worker,
     "/queue/retry": queue.retry_now,
     "/queue/seek": queue.seek,
     "/message/cancel": messages.cancel,
+    "/message/do": messages.do,
+    "/message/edit": messages.edit,
     "/dead/do": dead.do,
     "/dead/purge": dead.purge,
     "/failing/archive": failing.archive,
     "/send": send.send,
     "/recurring/do": recurring.do,
     "/archive/replay": archive.replay,
+    **changes.RUNS,
 }
 # Forms that show a question and change nothing.
-ASKS: dict[str, Handler] = {"/dead/ask": dead.ask}
+ASKS: dict[str, Handler] = {"/dead/ask": dead.ask, "/queue/settings/preview": settings.ask, **changes.ASKS}
 
 STATIC = {
     "style.css": "text/css",
     "live.js": "text/javascript",
+    "copy.js": "text/javascript",
     "time.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
@@ -141,7 +164,8 @@ class Site(Shared):
             root += self.config.path_prefix
         path = scope["path"]
         if root and (path + "/").startswith(root + "/"):
-            path = path[len(root) :] or "/"
+            path = path[len(root) :] or "/"  # the first page, with or without a slash
+            scope = {**scope, "path": root + path}
         scope = {**scope, "root_path": root, "pgque.path": path}
 
         async def send_safely(message: Message) -> None:
@@ -213,6 +237,10 @@ class Site(Shared):
                 finally:
                     self.samples.forget(session.database)
         except PgqueError as error:
+            if session.connections.over:
+                self.sessions.end(session)
+                to = {"next": _here(request)} if request.method == "GET" else {"ended": 1}
+                return RedirectResponse(address(request, "/login", {**to, "changed": 1}), status_code=303)
             if not isinstance(error, (PgqueConnectionError, PgqueBadArgumentError)):
                 session.forms.pop(sent, None)  # nothing was done
             back = Form.read(fields).get("back") if not reads else ""
@@ -250,16 +278,14 @@ class Site(Shared):
 
     async def _login_page(self, request: Request) -> Response:
         form = Form.read(request.url.query)
-        error = (
-            "Nothing was changed: the session has ended. Log in and try again." if form.get("ended") else ""
-        )
-        return login.show(self, request, form.get("next"), error=error)
+        why = [text for name, text in _WHY.items() if form.get(name)]
+        return login.show(self, request, form.get("next"), error=" ".join(why))
 
     async def _log_in(self, request: Request) -> Response:
         form = Form.read(await self._body(request, MOST_LOGIN_BYTES))
         token = self.cookie(request, LOGIN_COOKIE)
         self._check_form(request, token, form)
-        return await run_in_threadpool(login.log_in, self, request, form, self.session(request))
+        return await login.log_in(self, request, form, self.session(request))
 
     async def _log_out(self, request: Request) -> Response:
         form = Form.read(await self._body(request, MOST_LOGIN_BYTES))
@@ -313,6 +339,11 @@ class Site(Shared):
             raise HTTPException(400, "The form is not in URL encoding.") from None
 
 
+# Why somebody has to log in
+_WHY = {
+    "changed": "The password or the right to log in of this role has changed: log in again.",
+    "ended": "Nothing was changed: the session has ended. Log in and try again.",
+}
 _STATUS: dict[type[PgqueError], int] = {
     PgqueQueueNotFoundError: 404,
     PgqueConsumerNotFoundError: 404,
