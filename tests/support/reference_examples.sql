@@ -309,6 +309,9 @@ select start_at, events from pgque.queue_rates('orders', '1 hour', 12);
 -- consumer_lags
 select at, consumer, lag_seconds, pending_events from pgque.consumer_lags('orders', 'billing', '1 day');
 
+-- history
+select start_at, sent, delivered, failed, dead, lag_seconds from pgque.history('orders', 'billing', '6 hours', 72);
+
 -- list_actions
 select at, role_name, application, call, queue, args from pgque.list_actions('orders');
 

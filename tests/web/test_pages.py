@@ -159,7 +159,9 @@ def test_the_first_page_asks_for_all_queues_in_one_statement(
     """What it asks does not grow with the number of queues."""
     asked: list[str] = []
     rows = Page.rows
-    monkeypatch.setattr(Page, "rows", lambda page, query, *rest: asked.append(query) or rows(page, query, *rest))
+    monkeypatch.setattr(
+        Page, "rows", lambda page, query, *rest: asked.append(query) or rows(page, query, *rest)
+    )
     counts = []
     for names in (["one"], ["two", "three", "four"]):
         for name in names:
@@ -240,7 +242,13 @@ def test_settings_are_shown_with_their_source_and_edited_in_place(
 
     assert "built in How often a rejected message is redelivered" in shown("max_retries")
     assert "retries Default: 5" in shown("max_retries")
-    fields = {"queue": queue, "was-max_retries": "5", "set-max_retries": "3", "was-max_depth": "0", "set-max_depth": "0"}
+    fields = {
+        "queue": queue,
+        "was-max_retries": "5",
+        "set-max_retries": "3",
+        "was-max_depth": "0",
+        "set-max_depth": "0",
+    }
     page = text(b.post("/queue/settings/preview", **fields))
     assert "Save 1 setting of queue" in page
     assert "max_retries 5 3 How often a rejected message is redelivered" in page
@@ -814,7 +822,11 @@ def test_no_text_of_a_user_becomes_markup_or_sql(
     pages.append(b.post("/queue/settings/preview", **{"queue": queue, "set-max_retries": EVIL}))
     pages.append(b.post("/queue/settings", 409, **{"queue": queue, "set-max_retries": EVIL}))
     was = {"was-max_retries": "5", "was-drop_policy": "dead_letter"}
-    pages.append(b.post("/queue/settings", 400, queue=queue, **{"set-max_retries": EVIL, "set-drop_policy": EVIL}, **was))
+    pages.append(
+        b.post(
+            "/queue/settings", 400, queue=queue, **{"set-max_retries": EVIL, "set-drop_policy": EVIL}, **was
+        )
+    )
     pages.append(
         b.post("/send", 400, queue=queue, payload=EVIL.replace("\x1b", ""), headers=EVIL.replace("\x1b", ""))
     )
@@ -863,7 +875,9 @@ def sampled(conn: psycopg.Connection[Any], queue: str, gap: tuple[int, int] = (0
 def bars(page: str, title: str) -> list[str]:
     """Return what the bars of a chart say, gaps too, without their time."""
     [figure] = [part for part in page.split("<figure")[1:] if f"<figcaption>{title}<" in part]
-    return re.findall(r"<title>\d\d-\d\d \d\d:\d\d UTC, [^:]*: (.*?)</title>", figure.partition("</figure>")[0])
+    return re.findall(
+        r"<title>\d\d-\d\d \d\d:\d\d UTC, [^:]*: (.*?)</title>", figure.partition("</figure>")[0]
+    )
 
 
 def test_charts_show_what_was_sampled_of_a_queue_and_of_each_consumer(

@@ -67,7 +67,10 @@ def _create_queue(page: Page) -> Statement:
     config = {one.name: page.form.get(one.name) for one in FIRST if page.form.get(one.name)}
     if not config:
         return "select pgque.create_queue(%s)", [page.form.need("new")]
-    return "select pgque.create_queue(%s, %s::jsonb)", [page.form.need("new"), json.dumps(config, ensure_ascii=False)]
+    return "select pgque.create_queue(%s, %s::jsonb)", [
+        page.form.need("new"),
+        json.dumps(config, ensure_ascii=False),
+    ]
 
 
 def _created_queue(page: Page, count: int) -> str:
@@ -251,9 +254,11 @@ def _create_recurring(page: Page) -> Statement:
     asked: dict[str, object] = {one.name: form.get(one.name) or None for one in _SCHEDULE}
     asked |= {"name": form.need("name"), "payload": form.get("payload")}
     if form.get("kind") == "json":
-        return "select pgque.create_recurring(%(name)s, %(queue)s, %(cron)s, %(type)s, %(payload)s::jsonb," + (
-            _RECURRING_OPTIONS
-        ), asked
+        return (
+            "select pgque.create_recurring(%(name)s, %(queue)s, %(cron)s, %(type)s, %(payload)s::jsonb,"
+            + (_RECURRING_OPTIONS),
+            asked,
+        )
     if form.get("kind") == "bytes":
         try:
             asked["payload"] = bytes.fromhex(form.get("payload").removeprefix("\\x"))
@@ -261,9 +266,11 @@ def _create_recurring(page: Page) -> Statement:
             raise RefusedFieldError(
                 "payload", "the payload is no hexadecimal number", "As in 00 ff 1e."
             ) from error
-        return "select pgque.create_recurring(%(name)s, %(queue)s, %(cron)s, %(type)s, %(payload)s::bytea," + (
-            _RECURRING_OPTIONS
-        ), asked
+        return (
+            "select pgque.create_recurring(%(name)s, %(queue)s, %(cron)s, %(type)s, %(payload)s::bytea,"
+            + (_RECURRING_OPTIONS),
+            asked,
+        )
     return "select pgque.create_recurring(%(name)s, %(queue)s, %(cron)s, %(type)s, %(payload)s::text," + (
         _RECURRING_OPTIONS
     ), asked
@@ -400,10 +407,21 @@ CHANGES = (
         fields=(
             Field("consumer", "Name", "1 to 1000 bytes", needed=True, words="consumer name"),
             Field("kind", "Kind", choices=KINDS, default="workers"),
-            Field("start_at", "Starts at", "earliest, latest, a tick, or a time in UTC such as 2030-01-31T14:30",
-                  default="latest", listed=("latest", "earliest"), needed=True, words="start_at|tick|timestamp"),
-            Field("key_concurrency", "Messages of one key at a time",
-                  "key_concurrency, for workers; 1 keeps their order, empty is no limit", words="key_concurrency"),
+            Field(
+                "start_at",
+                "Starts at",
+                "earliest, latest, a tick, or a time in UTC such as 2030-01-31T14:30",
+                default="latest",
+                listed=("latest", "earliest"),
+                needed=True,
+                words="start_at|tick|timestamp",
+            ),
+            Field(
+                "key_concurrency",
+                "Messages of one key at a time",
+                "key_concurrency, for workers; 1 keeps their order, empty is no limit",
+                words="key_concurrency",
+            ),
         ),  # fmt: skip
         facts=_where_it_starts,
     ),
@@ -418,8 +436,12 @@ CHANGES = (
         about=("queue", "consumer"),
         fields=(
             Field("kind", "Kind", choices=KINDS, words="subconsumers"),
-            Field("key_concurrency", "Messages of one key at a time",
-                  "key_concurrency, for workers; 1 keeps their order, empty is no limit", words="key_concurrency"),
+            Field(
+                "key_concurrency",
+                "Messages of one key at a time",
+                "key_concurrency, for workers; 1 keeps their order, empty is no limit",
+                words="key_concurrency",
+            ),
         ),  # fmt: skip
         text="Its position and its retries stay. When the kind changes, messages that are leased are delivered"
         " again. Programs have to receive as the new kind does: with the name of a worker, or without.",
@@ -484,7 +506,10 @@ CHANGES = (
         _may_send,
         lambda page, _: f"{page.form.need('name')} is there.",
         _to_recurring,
-        fields=(Field("name", "Name", "1 to 200 bytes", needed=True, words="name of a recurring"), *_SCHEDULE),
+        fields=(
+            Field("name", "Name", "1 to 200 bytes", needed=True, words="name of a recurring"),
+            *_SCHEDULE,
+        ),
         text="At each run, the role that created it needs the right to send to the queue.",
     ),
     Change(

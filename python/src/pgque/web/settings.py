@@ -99,7 +99,10 @@ def _asked(page: Page) -> tuple[list[Row], list[Row]]:
 
 def _statement(page: Page, changed: list[Row]) -> Statement:
     config = {row["name"]: row["typed"] or None for row in changed}
-    return "select pgque.alter_queue(%s, %s::jsonb)", [page.form.need("queue"), json.dumps(config, ensure_ascii=False)]
+    return "select pgque.alter_queue(%s, %s::jsonb)", [
+        page.form.need("queue"),
+        json.dumps(config, ensure_ascii=False),
+    ]
 
 
 def ask(page: Page) -> Response:
