@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -160,7 +161,9 @@ def test_somebody_who_is_paged_mends_it(
     refused = page.get_by_role("alert")
     refused.wait_for()
     assert refused.evaluate("e => e.getBoundingClientRect().bottom > 0")  # it is in view
-    assert 'invalid input syntax for type integer: "lots"' in page.locator("#setting-max_retries").inner_text()
+    assert (
+        'invalid input syntax for type integer: "lots"' in page.locator("#setting-max_retries").inner_text()
+    )
     assert page.get_by_label("max_retries", exact=True).input_value() == "lots"
     page.get_by_label("max_retries", exact=True).fill("7")
     page.get_by_role("button", name="Save…").click()
@@ -226,6 +229,89 @@ def test_a_role_with_one_queue_and_a_page_that_is_read_only_below_a_prefix(
         assert page.locator("tbody tr").count() == 1
         page.get_by_role("link", name=filled, exact=True).first.click()
         assert page.locator(".tabs a").all_inner_texts() == ["Queue", "Messages"]
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1440, 1920])
+def test_no_button_is_cut_off_at_any_width(
+    opened: Open,
+    address: str,
+    admin: Role,
+    queue: str,
+    conn: Connection,
+    tick: Callable[[str], object],
+    width: int,
+) -> None:
+    """Types, reasons and payloads are as long as they are in real queues."""
+    conn.execute("select pgque.subscribe(%s, 'a-consumer-with-a-name-of-some-length')", [queue])
+    conn.execute(
+        "select pgque.send_batch(%s, 'com.example.orders.order_created.v2', array(select format("
+        '\'{"tenant": "a-tenant", "source": "checkout", "id": "%%s"}\', md5(n::text)) from generate_series(1, 9) n))',
+        [queue],
+    )
+    tick(queue)
+    rows = conn.execute(
+        "select batch_id, msg_id from pgque.receive(%s, 'a-consumer-with-a-name-of-some-length', 9, 'w', '1 hour')",
+        [queue],
+    ).fetchall()
+    batch, ids = rows[0][0], [row[1] for row in rows]
+    reason = "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='payments.internal.example.org', port=443): "
+    conn.execute("select pgque.dead(%s, %s, %s)", [batch, ids[:3], reason + "x" * 200])
+    conn.execute(
+        "select pgque.nack(%s, %s, retry_after => '1 hour', reason => %s)", [batch, ids[3:6], reason]
+    )
+    conn.execute("select pgque.archive(%s, %s)", [batch, ids[6:8]])
+    page = opened(address, admin, viewport={"width": width, "height": 900})
+    for path in ("dead", "archive", "messages", "failing", "queue"):
+        page.goto(f"{address}/{path}?queue={queue}")
+        cut = page.evaluate(
+            """() => [...document.querySelectorAll("main button, main a.button, main input[type=checkbox]")].filter((one) => {
+              const box = one.getBoundingClientRect();
+              const region = one.closest(".scroll")?.getBoundingClientRect() ?? { left: 0, right: innerWidth };
+              const middle = box.top + box.height / 2;
+              const top = document.elementFromPoint(box.left + box.width / 2, middle);
+              const seen = middle < 0 || middle > innerHeight || top === one || one.contains(top);
+              return box.left < region.left - 1 || box.right > Math.min(region.right, innerWidth) + 1 || !seen;
+            }).map((one) => one.textContent || one.name)"""
+        )
+        assert cut == [], (path, width)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (path, width)
+        if path in ("dead", "archive"):
+            buttons = page.locator("tbody button")
+            assert buttons.count() > 1
+            # What all payloads begin with is above them, once.
+            assert re.fullmatch(r'…[0-9a-f]{32}"}', page.locator("td.line").first.inner_text())
+            assert page.get_by_text("… stands for what each payload begins with").count() == 1
+            picture(page, f"{path}-{width}")
+    if width == 1920:
+        page.goto(f"{address}/dead?queue={queue}")
+        box = page.locator(".scroll").last.bounding_box()
+        assert box is not None
+        assert box["width"] > 1700
+
+
+def test_a_payload_is_copied_by_a_button_or_selected(
+    opened: Open, address: str, admin: Role, filled: str, conn: Connection
+) -> None:
+    page = opened(address, admin, permissions=["clipboard-read", "clipboard-write"])
+    row = conn.execute("select min(msg_id) from pgque.list_messages(%s)", [filled]).fetchone()
+    assert row is not None
+    page.goto(f"{address}/message?queue={filled}&id={row[0]}")
+    shown = page.get_by_label("Payload", exact=True).inner_text()
+    page.get_by_role("button", name="Copy the payload").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == shown == '{\n  "id": 1\n}'
+
+    # A browser that gives a page no clipboard, as over plain HTTP, selects the text.
+    page.reload()
+    page.evaluate("navigator.clipboard.writeText = () => Promise.reject(new Error('no'))")
+    page.get_by_role("button", name="Copy the payload").click()
+    page.get_by_role("button", name="Selected: copy it now").wait_for()
+    assert page.evaluate("getSelection().toString()").strip() == shown
+    # Without scripts there is no button, and the text is there to be selected.
+    page = opened(address, admin, java_script_enabled=False)
+    page.goto(f"{address}/message?queue={filled}&id={row[0]}")
+    assert page.get_by_role("button", name="Copy the payload").count() == 0
+    assert page.get_by_label("Payload", exact=True).inner_text() == shown
 
 
 def test_pages_are_read_without_scripts(opened: Open, address: str, admin: Role, filled: str) -> None:
@@ -445,7 +531,10 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
         page.get_by_label("Name").fill(name)
         looked("create-queue")
         page.get_by_role("button", name="Preview").click()
-        assert page.get_by_role("region", name="The SQL that runs").inner_text() == f"select pgque.create_queue('{name}')"
+        assert (
+            page.get_by_role("region", name="The SQL that runs").inner_text()
+            == f"select pgque.create_queue('{name}')"
+        )
         looked("create-queue-preview")
         page.get_by_role("button", name="Change it").click()
         assert page.get_by_label("Name").input_value() == name
@@ -507,7 +596,8 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
         assert page.get_by_role("status").inner_text() == f"Queue {name} was dropped."
     finally:
         conn.execute(
-            "select pgque.drop_queue(q.queue_name, true) from pgque.queue as q where q.queue_name = %s", [name]
+            "select pgque.drop_queue(q.queue_name, true) from pgque.queue as q where q.queue_name = %s",
+            [name],
         )
     assert found == []
 

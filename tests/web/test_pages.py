@@ -546,10 +546,10 @@ def test_messages_are_found_and_one_is_shown_with_all_that_is_known(
     while address:
         page = b.client.get(address).text
         seen += re.findall(r'id=(\d+)">\d+</a>|Consumer"><bdi>(\w)</bdi>', page)
-        more = re.search(r'href="([^"]*)">Next', page)
+        more = re.search(r'href="([^"]*)">Older', page)
         address = unescape(more[1]) if more else ""
     rows = conn.execute(
-        "select msg_id::text, consumer_name from pgque.list_messages(%s) order by 1, 2", [queue]
+        "select msg_id::text, consumer_name from pgque.list_messages(%s) order by msg_id desc, 2", [queue]
     ).fetchall()
     assert [one for one, _ in seen if one] == [row[0] for row in rows]
     assert [one for _, one in seen if one] == [row[1] for row in rows if row[1]]

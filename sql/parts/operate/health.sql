@@ -461,7 +461,7 @@ begin
     execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
     if v_unread > 0 and p_queue.queue_health_pending_warn > '0' then
       status := 'warn';
-      detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
+      detail := format('%s recent messages that no consumer gets: the queue has none', replace(v_unread::text, '1000', '1000 or more'));
       advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
         p_queue.queue_name);
     end if;
@@ -472,9 +472,9 @@ begin
     when p_lag > least(nullif(p_queue.queue_health_pending_warn, '0'), v_soon) then 'warn'
     else 'ok'
   end;
-  detail := case when p_consumers = 1 then '1 consumer, ' else p_consumers || ' consumers, ' end
-    || case when p_lag > '0' then format('oldest message pending for consumer %s: %s', p_latest, date_trunc('milliseconds', p_lag))
-      else 'nothing pending' end;
+  detail := case when p_lag > '0' then format('%s since the oldest pending message of consumer %s', date_trunc('milliseconds', p_lag), p_latest)
+      else 'nothing pending' end
+    || case when p_consumers = 1 then ' (1 consumer)' else format(' (%s consumers)', p_consumers) end;
   if status <> 'ok' then
     advice := concat_ws(' ',
       case when p_lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.alter_queue(%L, ''{"retention_period": "%s"}'').',
@@ -547,7 +547,7 @@ begin
   limit 1;
   status := case when v_held.age > v_long and p_queue.queue_health_pending_fail > '0' then 'warn' else 'ok' end;
   detail := case when v_held.age is null then 'no worker holds a lease'
-    else pg_catalog.format('worker %s of consumer %s has held a lease for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
+    else pg_catalog.format('%s is the age of the oldest lease, of worker %s of consumer %s', pg_catalog.date_trunc('seconds', v_held.age), v_held.worker, v_held.consumer) end;
   advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it and release its messages: select pgque.reclaim(%L, %L, %L)',
     p_queue.queue_name, v_held.consumer, v_long) end;
 end

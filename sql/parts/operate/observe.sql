@@ -855,7 +855,7 @@ comment on function pgque.get_message(text, bigint, pgque.caller) is
 
 create or replace function pgque.message_history(
   queue_name text, msg_id bigint, caller pgque.caller default current_user,
-  out at timestamptz, out event text, out consumer_name text, out worker text, out detail text
+  out at timestamptz, out event text, out consumer_name text, out worker text, out number bigint, out detail text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $f$
 declare
@@ -872,43 +872,43 @@ begin
       select m.* from pgque._messages($1, $2, 100) m where $2 is not null
     ),
     found as (
-      select coalesce($3, min(m.created_at)) as at, 'sent' as event, null::text as consumer_name, null::text as worker, null::text as detail
+      select coalesce($3, min(m.created_at)) as at, 'sent' as event, null::text as consumer_name, null::text as worker, null::bigint as number, null::text as detail
       from m
       having coalesce($3, min(m.created_at)) is not null
       union all
-      select $4, 'ticked', null, null, 'tick ' || $5 where $5 is not null
+      select $4, 'ticked', null, null, $5, null where $5 is not null
       union all
-      select l.pos_time, 'delivered', m.consumer_name, m.worker, 'delivery ' || m.receive_count
+      select l.pos_time, 'delivered', m.consumer_name, m.worker, m.batch_id, 'delivery ' || m.receive_count
       from m
       join pgque.consumer c on c.co_name = m.consumer_name
       join pgque.subscriber s on s.sub_queue = $6 and s.sub_consumer = c.co_id and s.sub_main is null
       cross join lateral pgque._lease(s.sub_id, m.batch_id) l
       where m.status = 'processing' and l.pos_time is not null
       union all
-      select m.available_at, case m.status when 'processing' then 'lease expires' else 'due' end, m.consumer_name, m.worker,
+      select m.available_at, case m.status when 'processing' then 'lease expires' else 'due' end, m.consumer_name, m.worker, null,
         concat_ws(', ', case when m.retry_count > 0 then 'rejected ' || m.retry_count || ' times' end, m.last_error)
       from m
       where m.status in ('processing', 'retry', 'delayed')
       union all
-      select m.expires_at, 'expires', m.consumer_name, null, null from m where m.status <> 'archived' and isfinite(m.expires_at)
+      select m.expires_at, 'expires', m.consumer_name, null, null, null from m where m.status <> 'archived' and isfinite(m.expires_at)
       union all
-      select d.dl_time, m.status, m.consumer_name, null, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || ' deliveries' end, d.dl_reason)
+      select d.dl_time, m.status, m.consumer_name, null, d.dl_id, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || ' deliveries' end, d.dl_reason)
       from m
       join pgque.dead_letter d on d.dl_id = m.dl_id
       union all
-      select a.archived_at, 'archived', c.co_name, a.arc_worker, concat_ws(', ', 'archive_id ' || a.archive_id, a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || ' deliveries' end)
+      select a.archived_at, 'archived', c.co_name, a.arc_worker, a.archive_id, concat_ws(', ', a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || ' deliveries' end)
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
       where a.ev_id = $2 and %s
       union all
-      select null, pgque._ended_state($1, null, $2), null, null, null
+      select null, pgque._ended_state($1, null, $2), null, null, null, null
       where not exists (select from m) and pgque._ended_state($1, null, $2) is not null
       union all
-      select a.act_time, a.act_call, a.act_args ->> 'consumer_name', null, 'by ' || a.act_role
+      select a.act_time, a.act_call, a.act_args ->> 'consumer_name', null, null, 'by ' || a.act_role
       from (select a.* from pgque.action a order by a.act_time desc limit 1000) a
       where a.act_queue = $7 and a.act_args ->> 'msg_id' = $2::text
     )
-    select f.at, f.event, f.consumer_name, f.worker, nullif(f.detail, '')
+    select f.at, f.event, f.consumer_name, f.worker, f.number, nullif(f.detail, '')
     from found f
     order by f.at nulls last, f.event <> 'sent', f.event, f.consumer_name
     $q$, pgque._archived_by('a', v_queue.queue_id))
@@ -919,9 +919,9 @@ begin
 end
 $f$;
 comment on function pgque.message_history(text, bigint, pgque.caller) is
-  'Returns what is known of one message, the oldest first: at, event, consumer_name, worker, detail. Nothing is stored for it: the rows come from the '
+  'Returns what is known of one message, the oldest first: at, event, consumer_name, worker, number, detail. Nothing is stored for it: the rows come from the '
   'log, open batches, retries, dead letters, the archive and the newest 1,000 actions. event: sent, ticked (the first tick that may cover it), '
-  'delivered, lease expires, due, expires, dead, failed, archived, done or cancelled (without a time), or the function that a role called for it. Errors: '
+  'delivered, lease expires, due, expires, dead, failed, archived, done or cancelled (without a time), or the function that a role called for it. number: the tick_id of ticked, the batch_id of delivered, the dl_id of dead and failed, the archive_id of archived. Errors: '
   'PQ001 no such queue; PQ010 nothing is known of the message.';
 
 create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) returns void

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from ..ops.overview import (
     totals,
 )
 from ..ops.problems import grouped
-from . import chart, send
+from . import chart, export, send
 from .database import Parameters
 from .page import Page, Row
 
@@ -71,6 +71,8 @@ def show(page: Page) -> Response:
         found.sort(key=lambda queue: (STATES.index(queue.state), not queue.paused))
     elif order != "name":
         found.sort(key=lambda queue: -(getattr(queue, order) or 0))
+    if export.wanted(page):
+        return export.answer(page, "queues", export.listed([_row(queue) for queue in found]))
     pages = max((len(found) + PER_PAGE - 1) // PER_PAGE, 1)
     number = min(max(page.form.number("page", 1), 1), pages)
     return page.shown(
@@ -90,6 +92,12 @@ def show(page: Page) -> Response:
         charts=chart.shown(page, seen_by=_seen_by(page)) if queues else None,
         at=taken.at,
     )
+
+
+def _row(queue: Figures) -> Row:
+    """Return a queue as a row of a file: its state, then its figures."""
+    figures = {one.name: getattr(queue, one.name) for one in fields(queue) if one.name != "problems"}
+    return {"name": queue.name, "state": queue.state} | figures
 
 
 def shared(page: Page) -> Shown | None:

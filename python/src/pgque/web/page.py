@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 MOST_RIGHTS = 10_000  # that a session remembers
 SEARCH = 700  # milliseconds after which the searches of a page are stopped
+SHOWN = 1_000  # characters of a payload that a list reads, to skip what all of them share
+END = 2**63 - 1  # an id above all others
+MOST_EXPORTED = 10_000  # rows of a list that is a file
 LONG_SEARCH = 9_000  # milliseconds, for those who want to wait
 RIGHTS_KEPT = 60.0  # seconds that what a role may do with a queue is believed
 STREAMS_KEPT = 30.0  # seconds for which it is remembered whether there are streams
@@ -128,6 +131,11 @@ class Page:
             found[name] = value or None
         return found
 
+    @property
+    def hides_payloads(self) -> bool:
+        """Whether this page shows no payloads and headers."""
+        return self.site.config.hide_payloads
+
     # -- rights ----------------------------------------------------------------
 
     @property
@@ -190,17 +198,29 @@ class Page:
         except UnicodeEncodeError as error:
             raise PgqueBadArgumentError("a text is not valid Unicode") from error
 
-    def search(self, query: LiteralString, parameters: Parameters = ()) -> list[Row] | None:
+    def search(
+        self, query: LiteralString, parameters: Parameters = (), most: int | None = None
+    ) -> list[Row] | None:
         """Return the rows of a query that may read very much, or None if it was stopped for that.
 
-        What the searches of one page take is counted together.
+        What the searches of one page take is counted together. `most`: milliseconds for this one.
         """
         began = time.monotonic()
-        milliseconds = max((LONG_SEARCH if self.form.get("longer") else SEARCH) - self._searched, 50)
+        milliseconds = max(min(self.search_time - self._searched, most or self.search_time), 50)
         try:
             return self.within(milliseconds, query, parameters)
         finally:
             self._searched += round((time.monotonic() - began) * 1000)
+
+    @property
+    def search_time(self) -> int:
+        """The milliseconds that the searches of this page may take together: more for a file."""
+        return LONG_SEARCH if self.form.get("longer") or self.form.get("format") else SEARCH
+
+    @property
+    def time_left(self) -> bool:
+        """Whether the searches of this page have taken less than they may."""
+        return self._searched < self.search_time
 
     def within(
         self, milliseconds: int, query: LiteralString, parameters: Parameters = ()
@@ -263,7 +283,8 @@ class Page:
             # The script that keeps a page up to date shows none of them.
             flashes=[] if LIVE in self.request.headers else self.session.take_flashes(),
             writable=self.writable,
-            hide_payloads=self.site.config.hide_payloads,
+            hide_payloads=self.hides_payloads,
+            most_exported=MOST_EXPORTED,
             **values,
         )
 

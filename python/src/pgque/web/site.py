@@ -35,7 +35,22 @@ from ..errors import (
     PgquePermissionDeniedError,
     PgqueQueueNotFoundError,
 )
-from . import actions, archive, changes, dead, failing, login, messages, overview, queue, recurring, send, settings, streams
+from . import (
+    actions,
+    archive,
+    changes,
+    dead,
+    failing,
+    find,
+    login,
+    messages,
+    overview,
+    queue,
+    recurring,
+    send,
+    settings,
+    streams,
+)
 from .config import Config
 from .figures import Figures
 from .page import Form, Page, address, rendered
@@ -61,6 +76,9 @@ READS: dict[str, Handler] = {
     "/messages": messages.show,
     "/message": messages.show_one,
     "/message/cancel": messages.ask_cancel,
+    "/message/ask": messages.ask,
+    "/message/edit": messages.ask_edit,
+    "/search": find.show,
     "/send": send.show,
     "/recurring": recurring.show,
     "/archive": archive.show,
@@ -78,6 +96,8 @@ CHANGES: dict[str, Handler] = {
     "/queue/retry": queue.retry_now,
     "/queue/seek": queue.seek,
     "/message/cancel": messages.cancel,
+    "/message/do": messages.do,
+    "/message/edit": messages.edit,
     "/dead/do": dead.do,
     "/dead/purge": dead.purge,
     "/failing/archive": failing.archive,
@@ -92,6 +112,7 @@ ASKS: dict[str, Handler] = {"/dead/ask": dead.ask, "/queue/settings/preview": se
 STATIC = {
     "style.css": "text/css",
     "live.js": "text/javascript",
+    "copy.js": "text/javascript",
     "time.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
