@@ -297,6 +297,9 @@ select check_name, status, detail, advice from pgque.health('orders');
 select metric, queue, consumer, value from pgque.metrics();
 select metric, consumer, value from pgque.metrics('orders');
 
+-- overview
+select queue, pending_events, lag_seconds, dead_letters, problems from pgque.overview();
+
 -- get_queue_info
 select queue_name, ticker_lag, ev_per_sec, ev_new from pgque.get_queue_info();
 
