@@ -453,6 +453,14 @@ def test_pages_fit_a_phone_and_can_be_used_by_keyboard_and_screen_reader(
         "actions": "/actions",
         "purge": f"/queue/purge?queue={filled}",
         "seek": f"/queue/seek?queue={filled}&consumer=billing&to=latest",
+        "create": "/queue/create",
+        "subscribe": f"/queue/subscribe?queue={filled}",
+        "consumer": f"/queue/consumer?queue={filled}&consumer=billing",
+        "drop": f"/queue/drop?queue={filled}",
+        "settings": f"/queue/settings?queue={filled}",
+        "access": f"/queue/access?queue={filled}",
+        "recurring-change": "/recurring/change?name=nightly",
+        "recurring-drop": "/recurring/drop?name=nightly",
         "login": "/login",
     }
     found = []

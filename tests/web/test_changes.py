@@ -185,6 +185,7 @@ def test_recurring_messages_are_created_changed_and_deleted(
         "ttl": "1 hour", "partition_key": "p", "starts_at": "2030-01-31 14:30+00", "ends_at": "2040-01-31 14:30+00",
     }  # fmt: skip
     page = b.post("/recurring/create/preview", **form)
+    assert "Run 1 2030-02-01 02:00:00 UTC Run 2 2030-02-02 02:00:00 UTC" in text(page)
     shown = shown_sql(page)
     assert f"{name} is there." in text(confirmed(b, "/recurring/create", page))
     everything = (

@@ -322,6 +322,16 @@ def _runs_next(page: Page) -> Facts:
     return [("Queue", row["queue_name"]), ("Schedule", f"{row['cron']} {row['timezone']}")]
 
 
+def _next_runs(page: Page) -> Facts:
+    if not page.role["writer"]:  # a role with a right to single queues may not call it
+        return []
+    asked = [page.form.get(name) or None for name in ("cron", "timezone", "starts_at", "ends_at")]
+    rows = page.rows(
+        "select r as run from pgque.next_runs(%s, %s, 5, %s::timestamptz, %s::timestamptz) as r", asked
+    )
+    return [(f"Run {n}", row["run"]) for n, row in enumerate(rows, 1)]
+
+
 def _to_recurring(_: Page) -> Place:
     return "/recurring", {}
 
@@ -484,6 +494,7 @@ CHANGES = (
         _may_send,
         lambda page, _: f"{page.form.need('name')} is there.",
         _to_recurring,
+        facts=_next_runs,
         fields=(Field("name", "Name", "1 to 200 bytes", needed=True, words="name of a recurring"), *_SCHEDULE),
         text="At each run, the role that created it needs the right to send to the queue.",
     ),
@@ -499,6 +510,7 @@ CHANGES = (
         fields=_SCHEDULE,
         text="From now on it is sent with the rights of the role that is logged in here. While the schedule and its"
         " zone stay, the next run stays.",
+        facts=_next_runs,
         current=_recurring_now,
     ),
     Change(
