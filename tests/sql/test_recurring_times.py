@@ -283,7 +283,9 @@ def test_the_next_runs_of_a_schedule_are_those_that_it_would_have(own: Connectio
     assert column(own, asked, "30 2 * * *", "Europe/Berlin", 3, None, None) == [
         at("2026-03-29T01:00:00"), at("2026-03-30T00:30:00"), at("2026-03-31T00:30:00"),
     ]  # fmt: skip
-    own.execute("select pgque.create_recurring('r', 'q', '30 2 * * *', 't', 'x'::text, timezone => 'Europe/Berlin')")
+    own.execute(
+        "select pgque.create_recurring('r', 'q', '30 2 * * *', 't', 'x'::text, timezone => 'Europe/Berlin')"
+    )
     assert value(own, "select next_run from pgque.list_recurring()") == at("2026-03-29T01:00:00")
     # Fewer before the end; an interval counts from its start.
     found = column(own, asked, "1 hour", "UTC", 5, at("2026-03-29T00:30:00"), at("2026-03-29T02:00:00"))

@@ -32,7 +32,17 @@ FIELDS: dict[str, str] = {
     "partition_key": "p", "upto": "1", "one": "", "back": "", "next": "",
 }  # fmt: skip
 # Those that read no queue's name, or change what the other cases need.
-NO_QUEUE = {"/", "/recurring", "/recurring/do", "/actions", "/streams", "/job", "/queue/create", "/recurring/drop", "/recurring/change"}
+NO_QUEUE = {
+    "/",
+    "/recurring",
+    "/recurring/do",
+    "/actions",
+    "/streams",
+    "/job",
+    "/queue/create",
+    "/recurring/drop",
+    "/recurring/change",
+}
 # Those of changes.py have a test of their own, which gives every field.
 DANGEROUS = {"/queue/pause", "/queue/seek", *changes.READS, *changes.ASKS, *changes.RUNS}
 

@@ -160,7 +160,9 @@ def test_somebody_who_is_paged_mends_it(
     refused = page.get_by_role("alert")
     refused.wait_for()
     assert refused.evaluate("e => e.getBoundingClientRect().bottom > 0")  # it is in view
-    assert 'invalid input syntax for type integer: "lots"' in page.locator("#setting-max_retries").inner_text()
+    assert (
+        'invalid input syntax for type integer: "lots"' in page.locator("#setting-max_retries").inner_text()
+    )
     assert page.get_by_label("max_retries", exact=True).input_value() == "lots"
     page.get_by_label("max_retries", exact=True).fill("7")
     page.get_by_role("button", name="Save…").click()
@@ -357,14 +359,17 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
         page.get_by_label("Name").fill(name)
         looked("create-queue")
         page.get_by_role("button", name="Preview").click()
-        assert page.get_by_role("region", name="The SQL that runs").inner_text() == f"select pgque.create_queue('{name}')"
+        assert (
+            page.get_by_role("region", name="The SQL that runs").inner_text()
+            == f"select pgque.create_queue('{name}')"
+        )
         looked("create-queue-preview")
         page.get_by_role("button", name="Change it").click()
         assert page.get_by_label("Name").input_value() == name
         page.get_by_label("Retries").fill("2")
         page.get_by_role("button", name="Preview").click()
         page.get_by_role("button", name=f"Create queue {name}").click()
-        assert page.get_by_role("status").inner_text().startswith(f"Queue {name} is there.")
+        assert page.get_by_role("status").inner_text().startswith(f"Queue {name} was created.")
 
         page.get_by_role("link", name="Subscribe a consumer…").click()
         page.get_by_label("Name").fill("mailers")
@@ -419,7 +424,8 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
         assert page.get_by_role("status").inner_text() == f"Queue {name} was dropped."
     finally:
         conn.execute(
-            "select pgque.drop_queue(q.queue_name, true) from pgque.queue as q where q.queue_name = %s", [name]
+            "select pgque.drop_queue(q.queue_name, true) from pgque.queue as q where q.queue_name = %s",
+            [name],
         )
     assert found == []
 

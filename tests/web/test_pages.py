@@ -180,7 +180,13 @@ def test_settings_are_shown_with_their_source_and_edited_in_place(
 
     assert "built in How often a rejected message is redelivered" in shown("max_retries")
     assert "retries Default: 5" in shown("max_retries")
-    fields = {"queue": queue, "was-max_retries": "5", "set-max_retries": "3", "was-max_depth": "0", "set-max_depth": "0"}
+    fields = {
+        "queue": queue,
+        "was-max_retries": "5",
+        "set-max_retries": "3",
+        "was-max_depth": "0",
+        "set-max_depth": "0",
+    }
     page = text(b.post("/queue/settings/preview", **fields))
     assert "Save 1 setting of queue" in page
     assert "max_retries 5 3 How often a rejected message is redelivered" in page
@@ -753,7 +759,11 @@ def test_no_text_of_a_user_becomes_markup_or_sql(
     pages.append(b.post("/queue/settings/preview", **{"queue": queue, "set-max_retries": EVIL}))
     pages.append(b.post("/queue/settings", 409, **{"queue": queue, "set-max_retries": EVIL}))
     was = {"was-max_retries": "5", "was-drop_policy": "dead_letter"}
-    pages.append(b.post("/queue/settings", 400, queue=queue, **{"set-max_retries": EVIL, "set-drop_policy": EVIL}, **was))
+    pages.append(
+        b.post(
+            "/queue/settings", 400, queue=queue, **{"set-max_retries": EVIL, "set-drop_policy": EVIL}, **was
+        )
+    )
     pages.append(
         b.post("/send", 400, queue=queue, payload=EVIL.replace("\x1b", ""), headers=EVIL.replace("\x1b", ""))
     )

@@ -35,7 +35,21 @@ from ..errors import (
     PgquePermissionDeniedError,
     PgqueQueueNotFoundError,
 )
-from . import actions, archive, changes, dead, failing, login, messages, overview, queue, recurring, send, settings, streams
+from . import (
+    actions,
+    archive,
+    changes,
+    dead,
+    failing,
+    login,
+    messages,
+    overview,
+    queue,
+    recurring,
+    send,
+    settings,
+    streams,
+)
 from .config import Config
 from .figures import Figures
 from .page import Form, Page, address, rendered
