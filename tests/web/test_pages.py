@@ -187,16 +187,16 @@ def test_settings_are_shown_with_their_source_and_edited_in_place(
         "was-max_depth": "0",
         "set-max_depth": "0",
     }
-    page = text(b.post("/queue/settings/preview", **fields))
-    assert "Save 1 setting of queue" in page
-    assert "max_retries 5 3 How often a rejected message is redelivered" in page
-    assert f"""select pgque.alter_queue('{queue}', '{{"max_retries": "3"}}'::jsonb)""" in page
+    said = text(b.post("/queue/settings/preview", **fields))
+    assert "Save 1 setting of queue" in said
+    assert "max_retries 5 3 How often a rejected message is redelivered" in said
+    assert f"""select pgque.alter_queue('{queue}', '{{"max_retries": "3"}}'::jsonb)""" in said
     assert conn.execute(value, [queue, "max_retries"]).fetchone() == ("5",)  # to ask changes nothing
     assert "max_retries is now 3." in text(b.post("/queue/settings", **fields))
     assert conn.execute(value, [queue, "max_retries"]).fetchone() == ("3",)
     assert "this queue" in shown("max_retries")
-    page = text(b.get("/queue", queue=queue))
-    assert page.index("Changed for this queue 1: max_retries") < page.index("Delivery and failures")
+    said = text(b.get("/queue", queue=queue))
+    assert said.index("Changed for this queue 1: max_retries") < said.index("Delivery and failures")
 
     try:
         conn.execute("select pgque.set_default_config('message_ttl', '3 days')")
