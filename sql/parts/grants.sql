@@ -23,7 +23,7 @@ language sql immutable as $$
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
       queue_incarnation tick_for next_tick next_window split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read archive_read_cursor stream_lag stage_dead unstage_dead dead get_queue_info
-      get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer set_key_concurrency
+      get_consumer_info queue_config queue_settings queue_rates consumer_lags history metrics health overview status share_consumer unshare_consumer set_key_concurrency
       _ack _dead _next_batch _open_batch _join'),
     ('pgque_admin', '_fail _no_standby create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
       set_default_config set_schedule purge purge_key cancel expire_messages delete_expired reclaim retry_now list_messages get_message message_history

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -17,6 +20,7 @@ from click.testing import CliRunner, Result
 
 import pgque
 from pgque.cli import main
+from pgque.ops.titles import title
 
 Tick = Callable[[str], int | None]
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -206,6 +210,7 @@ def _fill(client: pgque.PgqueClient, conn: Connection, queue: str, consumer: str
     batch = client.receive(queue, consumer, worker="worker-on-host-17-with-pid-12345")
     client.dead(batch[0].batch_id, [batch[0].msg_id], "reason " * 60)
     client.archive(batch[0].batch_id, [batch[1].msg_id])
+    client.recurring.create("nightly", queue, "0 3 * * *", "x")
 
 
 NAMES = [("orders", "billing"), ("a-queue-with-a-name-of-57-bytes-".ljust(57, "x"), "a-consumer-" * 5)]
@@ -217,28 +222,103 @@ def test_every_table_fits_into_80_columns(
 ) -> None:
     _fill(client, conn, queue_name, consumer, tick)
     try:
-        for arguments in (
-            ["queues"],
-            ["metrics"],
-            ["metrics", queue_name],
-            ["status"],
-            ["config", "get", queue_name],
-            ["peek", queue_name],
-            ["messages", queue_name],
-            ["message", queue_name, "1"],
-            ["workers"],
-            ["poison", "list", queue_name],
-            ["dlq", "list", queue_name],
-            ["archive", "list", queue_name],
-        ):
+        for arguments in _tables(queue_name):
             lines = run(*arguments).stdout.splitlines()
             # A command stays one line, so that it can be copied.
             assert max(len(line) for line in lines if not line.startswith("      $ ")) <= 80, arguments
             head = " ".join(line for line in lines if line.startswith("┃"))
             whole = run(*arguments, "--wide").stdout
             assert all(word in whole for word in head.replace("┃", " ").split()), arguments
+            # A time to the second in UTC, a length of time with its units; a setting as it is set
+            assert arguments[0] == "config" or not re.search(
+                r"\d:\d\d\.\d|\d:\d\d[+-]\d\d|\d days?, ", whole
+            ), arguments
     finally:
+        client.recurring.drop("nightly")
         client.admin.drop_queue(queue_name, force=True)
+
+
+def _tables(queue: str) -> list[list[str]]:
+    return [
+        ["queues"],
+        ["metrics"],
+        ["metrics", queue],
+        ["status"],
+        ["config", "get", queue],
+        ["peek", queue],
+        ["messages", queue],
+        ["message", queue, "1"],
+        ["workers"],
+        ["poison", "list", queue],
+        ["dlq", "list", queue],
+        ["archive", "list", queue],
+        ["recurring", "list"],
+    ]
+
+
+# What the page says otherwise: it shows links in place of ids, and lengths of time in place of times.
+_NOT_ON_THE_PAGE = {"Archive id", "Dead letter", "Time zone", "Last error", "Lease expires (UTC)"}
+_NOT_ON_THE_PAGE |= {"Last received (UTC)"}
+
+
+def test_the_columns_of_a_list_have_the_words_of_the_page(
+    run: Run, client: pgque.PgqueClient, conn: Connection, queue: str, tick: Tick
+) -> None:
+    page = set()
+    for path in (Path(pgque.__file__).parent / "web" / "templates").glob("*.html"):
+        page |= set(re.findall(r"<th scope=\"col\"[^>]*>([^<{]+)</th>", path.read_text()))
+    name = f"{queue}_listed"
+    _fill(client, conn, name, "billing", tick)
+    try:
+        for arguments in _tables(name):
+            if arguments[0] in ("dlq", "messages", "message", "archive", "workers", "recurring"):
+                lines = run(*arguments, columns="300").stdout.splitlines()
+                head = next(line for line in lines if line.startswith("┃"))
+                words = {word.strip() for word in head.strip("┃").split("┃")}
+                assert words <= page | _NOT_ON_THE_PAGE, arguments
+                assert len(words & page) >= 4, arguments
+    finally:
+        client.recurring.drop("nightly")
+        client.admin.drop_queue(name, force=True)
+
+
+@pytest.mark.parametrize("columns", ["80", "40", "20"])
+def test_no_list_leaves_out_or_cuts_the_ids_that_commands_take(
+    run: Run, client: pgque.PgqueClient, conn: Connection, columns: str, tick: Tick
+) -> None:
+    name, consumer = NAMES[1]
+    _fill(client, conn, name, consumer, tick)
+    try:
+        conn.execute(
+            "select setval(q.queue_event_seq, 4000000000000000) from pgque.queue as q where q.queue_name = %s",
+            [name],
+        )
+        client.send(name, "word " * 100)
+        tick(name)
+        [last] = client.receive(name, consumer, worker="w", visibility_timeout=60)
+        client.dead(last.batch_id, [last.msg_id], "reason " * 60)
+        [letter] = [row for row in client.dlq.inspect(name) if row.ev_id == last.msg_id]
+        shown = run("dlq", "list", name, columns=columns).stdout
+        assert "4000000000000001" in shown
+        assert re.search(rf"│ +{letter.ev_id} │ +{letter.dl_id} │", shown)
+        assert "4000000000000001" in run("messages", name, columns=columns).stdout
+    finally:
+        client.recurring.drop("nightly")
+        client.admin.drop_queue(name, force=True)
+
+
+def test_json_keeps_the_names_of_columns_and_exact_values(
+    run: Run, client: pgque.PgqueClient, conn: Connection, queue: str, tick: Tick
+) -> None:
+    name = f"{queue}_json"
+    _fill(client, conn, name, "c", tick)
+    try:
+        [letter] = json.loads(run("dlq", "list", name, "--json").stdout)
+        assert {"dl_id", "ev_id", "ev_data", "dl_reason", "consumer_name"} <= set(letter)
+        assert datetime.fromisoformat(letter["dl_time"]) == client.dlq.inspect(name)[0].dl_time
+    finally:
+        client.recurring.drop("nightly")
+        client.admin.drop_queue(name, force=True)
 
 
 def test_names_are_folded_and_not_cut(run: Run, client: pgque.PgqueClient, tick: Tick) -> None:
@@ -261,7 +341,7 @@ def test_wide_shows_all_columns_in_full(run: Run, client: pgque.PgqueClient, que
     wide = run("messages", queue, "--wide").stdout
     assert "x" * 1000 in wide
     for field in json.loads(run("messages", queue, "--json").stdout)[0]:
-        assert field.replace("_", " ") in wide
+        assert title(field) in wide
     peek = run("peek", queue).stdout
     assert "x" * 1000 not in peek.replace("\n", "")
     assert "Long texts are shortened. --wide shows all." in peek

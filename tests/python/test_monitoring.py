@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.parse
@@ -24,7 +25,6 @@ from prometheus_client import CollectorRegistry, start_http_server
 from psycopg import conninfo
 
 import pgque
-from pgque import exporter
 from pgque.cli import main
 from pgque.ops import monitoring
 from sql.helpers import move_clock
@@ -98,37 +98,81 @@ def test_a_dashboard_is_one_that_grafana_can_import(name: str) -> None:
             assert used <= set(variables), text
 
 
-def test_each_query_of_the_dashboard_on_postgresql_runs_as_a_reader(
+def _fill(conn: Connection) -> None:
+    """Give a database of each kind what a dashboard shows: also what went wrong."""
+    client = pgque.PgqueClient(conn)
+    client.admin.create_queue("orders", {"max_depth": 1000})
+    client.subscribe("orders", "slow")
+    client.subscribe("orders", "pool")
+    client.admin.create_queue("closed", {"max_retries": 0})
+    client.subscribe("closed", "c")
+    client.recurring.create("report", "closed", "1 second")
+    client.send_batch("orders", "default", list("abcd"))
+    client.send("closed", "a")
+    _tick(conn)
+    batch = client.receive("orders", "pool", 2, worker="w")
+    client.nack(batch[0].batch_id, [batch[0].msg_id], 0, "again")
+    client.nack(batch[0].batch_id, [batch[1].msg_id], 3600, "later")
+    _tick(conn)
+    client.receive("orders", "pool", 2, worker="w", visibility_timeout=7200)
+    [lost] = client.receive("closed", "c", worker="w")
+    client.nack(lost.batch_id, [lost.msg_id], 0, "no good")
+    client.admin.pause("closed")
+
+
+def _tick(conn: Connection) -> None:
+    conn.execute("select pgque.force_next_tick(q.queue_name) from pgque.get_queue_info() as q")
+    conn.execute("select pgque.ticker()")
+    conn.execute("select pgque.maint()")
+
+
+def test_each_query_of_the_dashboard_on_postgresql_has_data_for_a_reader(
     own_dsn: str, roles: Callable[..., Any]
 ) -> None:
     with psycopg.connect(own_dsn, autocommit=True) as conn:
         database = conn.info.dbname
-        client = pgque.PgqueClient(conn)
-        client.admin.create_queue("orders")
-        client.subscribe("orders", "c")
-        client.subscribe("orders", "pool")
-        client.send_batch("orders", ["a", "b"])
-        conn.execute("select pgque.force_next_tick('orders')")
-        conn.execute("select pgque.ticker('orders')")
-        client.receive("orders", "pool", 1, worker="w", visibility_timeout=300)
-        move_clock(conn, "10 seconds")  # a shorter lag is not kept
+        _fill(conn)
+        move_clock(conn, "10 minutes")  # a shorter lag is not kept, and a recurring message is late
         conn.execute("select pgque.maint_lags()")
+        client = pgque.PgqueClient(conn)
+        client.send_batch("orders", "default", ["x"] * 500)
+        _tick(conn)
+        client.receive("orders", "pool", 2, worker="another", visibility_timeout=7200)
     since = datetime.now(timezone.utc) - timedelta(hours=3)
     board = json.loads(monitoring.text(POSTGRESQL))
-    with psycopg.connect(roles("reader", dbname=database).dsn, autocommit=True) as reader:
-        for panel in _panels(board):
-            for target in panel["targets"]:
-                sql = target["rawSql"].replace("${queue:sqlstring}", "'orders','another'")
-                sql = sql.replace("$__timeFrom()", f"'{since:%Y-%m-%dT%H:%M:%SZ}'")
-                assert "$" not in sql
-                cursor = reader.execute(sql.encode())
-                assert cursor.fetchall(), panel["title"]
-                columns = [column.name for column in cursor.description or ()]
-                if target["format"] == "time_series":
-                    assert columns == ["time", "metric", "value"], panel["title"]
-        for variable in board["templating"]["list"]:
-            if variable["type"] == "query":
-                assert reader.execute(variable["query"].encode()).fetchall() == [("orders",)]
+    empty = []
+    with (
+        psycopg.connect(own_dsn, autocommit=True) as writer,
+        psycopg.connect(roles("reader", dbname=database).dsn, autocommit=True) as reader,
+    ):
+        [queues] = (
+            [str(row[0]) for row in reader.execute(variable["query"].encode())]
+            for variable in board["templating"]["list"]
+            if variable["type"] == "query"
+        )
+        assert queues == ["closed", "orders"]
+        named = ",".join(f"'{queue}'" for queue in queues)
+        with writer.transaction():
+            writer.execute(
+                "select pgque.send('orders', 'x')"
+            )  # a transaction that writes, while this is read
+            for panel in _panels(board):
+                for target in panel["targets"]:
+                    sql = target["rawSql"].replace("${queue:sqlstring}", named)
+                    sql = sql.replace("$__timeFrom()", f"'{since:%Y-%m-%dT%H:%M:%SZ}'")
+                    assert "$" not in sql
+                    cursor = reader.execute(sql.encode())
+                    columns = [column.name for column in cursor.description or ()]
+                    rows = cursor.fetchall()
+                    if target["format"] == "time_series":
+                        assert columns == ["time", "metric", "value"], panel["title"]
+                    # A figure that is 0 in each row would be 0 if it read the wrong one, too.
+                    empty += [
+                        f"{panel['title']}: {column}"
+                        for at, column in enumerate(columns)
+                        if not any(row[at] for row in rows)
+                    ]
+    assert set(empty) <= {"Consumers: lost to retention"}, empty
 
 
 # -- alert rules and configurations ----------------------------------------------
@@ -201,8 +245,15 @@ class _Prometheus:
         return None
 
     def has_data(self, query: str) -> bool:
+        """Return whether a query has a figure other than 0, which a wrong query could have as well."""
         data = self.get("query", query=query)
-        return data is not None and any(row["value"][1] != "NaN" for row in data["result"])
+        return data is not None and any(row["value"][1] not in ("NaN", "0") for row in data["result"])
+
+    def choices(self, query: str) -> list[str]:
+        """Return the values that Grafana offers for a variable: label_values(family, label)."""
+        family, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", query).groups()  # type: ignore[union-attr]
+        values = self.get(f"label/{label}/values", **{"match[]": family})
+        return [str(value) for value in values or ()]
 
 
 @contextmanager
@@ -255,7 +306,7 @@ class _Run:
     def __init__(self, dsn: str, queue: str, conn: Connection) -> None:
         client = pgque.PgqueClient(conn)
         client.subscribe(queue, "c")
-        for setting, value in {"drop_policy": "drop", "max_retries": "0", "max_depth": "100000"}.items():
+        for setting, value in {"drop_policy": "drop", "max_retries": "1", "max_depth": "100000"}.items():
             client.admin.set_queue_config(queue, setting, value)
         self._conn, self._client, self._queue = conn, client, queue
         self._end = threading.Event()
@@ -297,56 +348,83 @@ def test_a_prometheus_that_scrapes_a_run_has_data_for_each_query_of_the_dashboar
     own_dsn: str, files: Path, tmp_path: Path, wait_until: Wait
 ) -> None:
     board = json.loads(monitoring.text(PROMETHEUS))
-    wanted = {}
-    for panel in _panels(board):
-        for target in panel["targets"]:
-            query = target["expr"].replace("$__rate_interval", "30s")
-            query = query.replace("$instance", ".*").replace("$queue", ".*")
-            assert "$" not in query
-            wanted[f"{panel['title']} {target['refId']}"] = query
-    wanted["sql_exporter"] = 'pgque_queue_bytes{job="pgque-sql", queue="orders", instance=~".*/.+"}'
-    wanted["sql_exporter, read"] = 'pgque_up{job="pgque-sql", instance=~".*/.+"} == 1'
+    queries = {
+        f"{panel['title']} {target['refId']}": target["expr"].replace("$__rate_interval", "30s")
+        for panel in _panels(board)
+        for target in panel["targets"]
+    }
+    queries["sql_exporter"] = 'pgque_queue_bytes{job="pgque-sql", queue="orders", instance=~".*/.+"}'
+    queries["sql_exporter, read"] = 'pgque_up{job="pgque-sql", instance=~".*/.+"} == 1'
     registry = CollectorRegistry()
     pgque.enable_prometheus(registry=registry)
-    source = exporter.Exporter(own_dsn, max_age=0, max_share=1)
-    server = exporter.make_server(source, port=0)
-    serving = threading.Thread(target=server.serve_forever)
     figures, figures_thread = start_http_server(0, "127.0.0.1", registry)
-    address = f"http://127.0.0.1:{server.server_port}"
     try:
-        serving.start()
         with (
             psycopg.connect(own_dsn, autocommit=True) as conn,
             psycopg.connect(own_dsn, autocommit=True) as other,
+            psycopg.connect(own_dsn) as writer,
         ):
-            pgque.PgqueClient(conn).admin.create_queue("orders")
+            _fill(conn)
+            client = pgque.PgqueClient(conn)
+            client.admin.create_queue("full", {"max_depth": 1})
+            client.subscribe("full", "c")
+            client.send("full", "x")
+            writer.execute("select pg_current_xact_id()")  # an open transaction that writes
             with (
+                _serving(own_dsn, tmp_path) as address,
                 _Run(own_dsn, "orders", conn) as run,
                 _running(files, tmp_path, address, figures.server_port, own_dsn) as prometheus,
             ):
+                variables = {
+                    variable["name"]: variable["query"]["query"]
+                    for variable in board["templating"]["list"]
+                    if variable["type"] == "query"
+                }
+                wait_until(lambda: all(map(prometheus.choices, variables.values())), timeout=60)
+                chosen = {name: _any_of(prometheus.choices(query)) for name, query in variables.items()}
+                wanted = {
+                    panel: re.sub(r"\$(\w+)", lambda found: chosen[found[1]], query)
+                    for panel, query in queries.items()
+                }
                 name = f"pgque orders/{run.worker.worker}"[:63]
                 end = "select pg_terminate_backend(a.pid, 5000) from pg_stat_activity as a where a.application_name = %s"
-                wait_until(lambda: other.execute(end, [name]).fetchall(), "the worker's connection")
 
                 def answered() -> bool:
                     for panel in [panel for panel, query in wanted.items() if prometheus.has_data(query)]:
                         del wanted[panel]
-                    return not wanted
+                    if "Reconnects A" in wanted:
+                        other.execute(end, [name])
+                    # Nothing is lost here: that takes the retention period.
+                    return set(wanted) <= {"Lost, expired, dropped A"}
 
                 try:
                     wait_until(answered, timeout=90)
                 except AssertionError:
                     pytest.fail(f"no data: {wanted}\n{(tmp_path / 'log').read_text()[-3000:]}")
+                for query in wanted.values():
+                    assert prometheus.get("query", query=query)["result"]
                 rules = prometheus.get("rules")["groups"][0]["rules"]
                 assert {rule["health"] for rule in rules} == {"ok"}
                 targets = prometheus.get("targets")["activeTargets"]
                 assert {target["health"] for target in targets} == {"up"}, targets
     finally:
         pgque.enable_prometheus(False)
-        server.shutdown()
-        serving.join(10)
-        server.server_close()
         figures.shutdown()
         figures_thread.join(10)
         figures.server_close()
-        source.close()
+
+
+def _any_of(values: list[str]) -> str:
+    """Return chosen values of a variable as Grafana writes them into a regular expression of PromQL."""
+    return "(" + "|".join(re.escape(value).replace("\\", "\\\\") for value in values) + ")"
+
+
+@contextmanager
+def _serving(dsn: str, folder: Path) -> Iterator[str]:
+    """Run `pgque metrics --serve`, and yield its address."""
+    address = f"127.0.0.1:{_free_port()}"
+    command = [sys.executable, "-m", "pgque.cli", "metrics", "--serve", address, "--dsn", dsn]
+    with (folder / "served").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
+        with ended(process):
+            yield f"http://{address}"

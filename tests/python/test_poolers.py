@@ -34,7 +34,7 @@ from pgque.ops import ticker
 from pgque.ops.exporter import Exporter
 from pgque.top.source import Source
 from pgque.web.config import Database
-from pgque.web.database import log_in
+from pgque.web.database import Lender, log_in
 from support import connections, pgbouncer, threads
 from support.connections import KINDS, POOLS, Open
 from support.servers import TestServer
@@ -490,7 +490,7 @@ def _exporter(bouncer: str, monkeypatch: pytest.MonkeyPatch, **_: Any) -> None:
 
 @program
 def _page(bouncer: str, **_: Any) -> None:
-    opened = log_in(Database("", bouncer), pgbouncer.USER, pgbouncer.PASSWORD, 5)
+    opened = log_in(Lender(None), Database("", bouncer), pgbouncer.USER, pgbouncer.PASSWORD, 5)
     try:
         for _number in range(RUNS):
             with opened.take(read_only=False) as connection:
@@ -550,7 +550,7 @@ def test_a_program_prepares_nothing_behind_a_pooler(
 
 
 def _read_page(bouncer: str, queue: str) -> None:
-    opened = log_in(Database("", bouncer), pgbouncer.USER, pgbouncer.PASSWORD, 5)
+    opened = log_in(Lender(None), Database("", bouncer), pgbouncer.USER, pgbouncer.PASSWORD, 5)
     try:
         for _number in range(RUNS):
             with opened.take(read_only=True, timeout=3) as connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from conftest import Roles
 from pgque.cli import main
+from sql.helpers import move_clock
 from support.terminals import Terminal, terminal
 
 COMMAND = (sys.executable, "-m", "pgque.cli", "top")
@@ -117,8 +119,11 @@ def test_an_operator_finds_what_is_wrong_and_mends_it(database: str) -> None:
         # One queue: its consumers, its workers with what they hold, why messages died.
         shown.press(ENTER)
         shown.wait_for("Queue orders", "no customer N", "desk-2", "esc Back", "U Requeue all  q Quit")
-        assert shown.line("desk-2").split()[:4] == ["desk-2", "clerk", "1", "4"]
-        assert shown.line("no customer N").split()[3] == "2"
+        # Figures first, then words
+        assert shown.line("desk-2").split()[:2] == ["4", "1"]
+        assert shown.line("desk-2").split()[-2:] == ["desk-2", "clerk"]
+        assert shown.line("no customer N").split()[0] == "2"
+        assert "\n3 dead, " in shown.text
         assert r"no [bold]price\x1b[NJ" in shown.text
 
         shown.press("p")
@@ -129,11 +134,12 @@ def test_an_operator_finds_what_is_wrong_and_mends_it(database: str) -> None:
         shown.press("p")
         shown.wait_for("Pause queue orders?")
         shown.press("y")
-        shown.wait_for("Queue orders is paused.", "paused, in")
+        shown.wait_for("Queue orders is paused.", "paused, 3 dead", "p Resume")
+        assert "p Pause" not in shown.text
         shown.press("p")
         shown.wait_for("Resume queue orders?")
         shown.press("y")
-        shown.wait_for("Queue orders is open for senders.")
+        shown.wait_for("Queue orders is open for senders.", "p Pause")
         assert value(database, "select queue_paused from pgque.get_queue_info('orders')") is False
 
         shown.press("c")
@@ -181,6 +187,59 @@ def test_what_a_role_may_not_do_is_refused_or_not_offered(database: str, roles: 
         shown.press("p" + ENTER)
         shown.wait_for("Queue orders", "Dead letters by reason: ", "desk-2", "q Quit")
         assert not any(word in shown.text for word in ("Requeue", "Reclaim", "Pause"))
+
+
+def test_figures_are_shown_in_full_at_80_columns_and_a_paused_queue_is_named(database: str) -> None:
+    long = "a-queue-with-a-name-of-57-bytes-".ljust(57, "x")
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("select pgque.create_queue(%s), pgque.subscribe(%s, 'clerk')", [long, long])
+        connection.execute("select pgque.send(%s, 'sale', 'x')", [long])
+        connection.execute("select pgque.force_next_tick(%s), pgque.ticker(%s)", [long, long])
+        move_clock(connection, "26 hours")
+        connection.execute("select pgque.pause('mail'), pgque.pause(%s)", [long])
+    with top(database) as shown:
+        late = [line for line in shown.text.splitlines() if ": consumers: " in line]
+        assert late
+        assert all(re.search(r": consumers: 1 d [12] h since the oldest", line) for line in late)
+        # A failed check does not hide that a queue is paused.
+        assert shown.line("fail   mail").split()[:3] == ["fail", "mail", "paused"]
+        assert shown.line("fail   billing").split()[2] != "paused"
+        assert not re.search(r"\d:\d\d:\d\d\.\d|\d days? ", shown.text)
+        # The key of the queue with the cursor, wherever the cursor goes
+        shown.press("/mail" + ENTER)
+        shown.wait_for("1 queue with", "p Resume")
+        shown.press(ESCAPE)
+        shown.wait_for("5 queues")
+        shown.press("/orders" + ENTER)
+        shown.wait_for("1 queue with 'orders'", "p Pause")
+        shown.press(ESCAPE)
+        shown.wait_for("5 queues")
+        for columns in (60, 40):
+            shown.resize(columns, 24)
+            shown.wait(lambda: shown.line("fail   orders").split()[-1:] == ["3"], "the dead letters")
+            assert all(len(line) <= columns for line in shown.text.splitlines())
+        shown.press("q")
+        assert shown.ended() == 0
+
+
+def test_one_frame_has_the_rate_of_what_leaves(database: str) -> None:
+    """A consumer acknowledges between the two readings."""
+    between = (
+        "select count(*) from pg_stat_activity where application_name = 'pgque top' and state = 'idle'"
+        " and datname = current_database() and state_change < clock_timestamp() - interval '0.2 s'"
+    )
+    with psycopg.connect(database, autocommit=True) as connection:
+        receive = "select distinct batch_id from pgque.receive('mail', 'clerk', 30)"
+        batch = connection.execute(receive).fetchone()
+        assert batch is not None
+        command = [*COMMAND, "--dsn", database, "--once"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            while not value(database, between):
+                assert process.poll() is None
+            connection.execute("select pgque.ack(%s)", batch)
+            lines = process.communicate()[0].splitlines()
+    row = next(line for line in lines if line.split()[1:2] == ["mail"])
+    assert float(row.split()[3]) > 5
 
 
 @pytest.fixture

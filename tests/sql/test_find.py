@@ -250,7 +250,7 @@ def test_what_is_known_of_a_message_is_told_from_its_sending_to_its_end(own: Con
     outcome(own, "dead", batch, [sent[1]], "no such order")
     assert ("dead", "c", None, "1 deliveries, no such order") in history(sent[1])
     outcome(own, "archive", batch, [sent[2]])
-    assert ("archived", "c", "w", "archive_id 1, archived, 1 deliveries") in history(sent[2])
+    assert ("archived", "c", "w", "archived, 1 deliveries") in history(sent[2])
     ack(own, batch)
     assert history(sent[3])[-1] == ("done", None, None, None)
     # What somebody did by hand is part of it.

@@ -327,7 +327,7 @@ select msg_id, status, type from pgque.list_messages('orders', null, 50, before_
 select consumer_name, status, payload, receive_count, dl_id from pgque.get_message('orders', :msg_id);
 
 -- message_history
-select at, event, consumer_name, worker, detail from pgque.message_history('orders', :msg_id);
+select at, event, consumer_name, worker, number, detail from pgque.message_history('orders', :msg_id);
 
 -- message_status
 select consumer_name, status, receive_count, worker from pgque.message_status('orders', :msg_id);

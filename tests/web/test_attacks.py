@@ -29,7 +29,7 @@ FIELDS: dict[str, str] = {
     "payload": "x", "all": "1", "reason": "none at all", "type": "none", "text": "none", "before": "1", "after": "0",
     "past": "", "since": "2001-01-01T00:00", "until": "2001-01-01T00:00", "status": "pending", "order": "name",
     "page": "1", "of": "none", "kind": "text", "headers": "{}", "delay": "1 hour", "deliver_at": "", "ttl": "1 day",
-    "partition_key": "p", "upto": "1", "one": "", "back": "", "next": "",
+    "partition_key": "p", "upto": "1", "one": "", "back": "", "next": "", "q": "1", "dl_id": "1", "archive_id": "1",
 }  # fmt: skip
 # Those that read no queue's name, or change what the other cases need.
 NO_QUEUE = {
@@ -42,6 +42,7 @@ NO_QUEUE = {
     "/queue/create",
     "/recurring/drop",
     "/recurring/change",
+    "/search",
 }
 # Those of changes.py have a test of their own, which gives every field.
 DANGEROUS = {"/queue/pause", "/queue/seek", *changes.READS, *changes.ASKS, *changes.RUNS}

@@ -5,15 +5,22 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from contextlib import ExitStack
+from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
+import uvicorn
 from click.testing import CliRunner
+from starlette.types import Receive, Scope, Send
 
 from pgque.cli import main
 from pgque.cli.common import is_loopback
+from pgque.cli.web import MOST_CONNECTIONS
+from pgque.web import protocol
 from support.pages import served
 
 
@@ -66,3 +73,108 @@ def test_clients_that_send_nothing_more_keep_nobody_out_and_lose_their_connectio
         with urllib.request.urlopen(f"{address}/login", timeout=10) as answer:  # noqa: S310
             assert answer.status == 200
         assert [one.recv(100) for one in silent] == [b""] * 3
+
+
+def test_a_connection_that_was_good_once_is_lost_as_well_when_its_client_stops(tcp_dsn: str) -> None:
+    whole = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+    part = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: "
+    body = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
+    with served(tcp_dsn) as address, ExitStack() as slow:
+        host, port = address.removeprefix("http://").split(":")
+
+        def opened() -> socket.socket:
+            return slow.enter_context(socket.create_connection((host, int(port)), timeout=30))
+
+        def status(one: socket.socket) -> int:
+            answer = HTTPResponse(one)
+            answer.begin()
+            answer.read()
+            return answer.status
+
+        def status_of_new() -> int:
+            one = opened()
+            one.sendall(whole)
+            return status(one)
+
+        def ends(one: socket.socket, drop: bytes) -> bool:
+            """Whether the connection ends although one byte comes after the other."""
+            for _ in range(30):
+                one.settimeout(0.5)
+                try:
+                    if one.recv(100_000) == b"":
+                        return True
+                except TimeoutError:
+                    one.sendall(drop)
+                except OSError:
+                    return True
+            return False
+
+        # Headers that come slowly after an answer, also of a request that came together with the one before.
+        for first in (whole + part, whole):
+            kept = opened()
+            kept.sendall(first)
+            assert status(kept) == 200
+            if first == whole:
+                kept.sendall(part)
+            assert ends(kept, b"x")
+        # A body that no page reads
+        unread = opened()
+        unread.sendall(body)
+        assert status(unread) == 404
+        assert ends(unread, b"x")
+        # A connection that goes on sending requests lives on.
+        busy = opened()
+        for _ in range(4):
+            busy.sendall(whole)
+            assert status(busy) == 200
+            time.sleep(2)
+
+        # More than half of all connections: one without a request is closed at once.
+        crowd = [opened() for _ in range(MOST_CONNECTIONS // 2 + 1)]
+        assert status_of_new() == 200  # they were accepted before
+        busy.sendall(whole)
+        assert status(busy) == 200
+        busy.settimeout(3)
+        assert busy.recv(100) == b""
+        del crowd
+
+
+def test_a_client_that_does_not_read_its_answer_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "ANSWER", 1.0)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        length = 50_000_000 if scope["path"] == "/large" else 1_000_000
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * length})
+
+    config = uvicorn.Config(app, port=0, http=protocol.Protocol, log_level="error", limit_concurrency=10)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.05)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        for request in (b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /large HTTP/1.0\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as idle:
+                idle.sendall(request)
+                for _ in range(100):
+                    time.sleep(0.1)
+                    if server.server_state.connections == set():
+                        break
+                assert server.server_state.connections == set()
+        # A slow one has its time as long as it reads.
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
+            slow.sendall(b"GET /large HTTP/1.0\r\n\r\n")
+            got, began = 0, time.monotonic()
+            while piece := slow.recv(1_000_000):
+                got += len(piece)
+                if time.monotonic() - began < 4:
+                    time.sleep(0.2)
+            assert got > 50_000_000
+            assert time.monotonic() - began > 3
+    finally:
+        server.should_exit = True
+        thread.join(20)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
+from httpx2 import Response
+from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgque.web
-from conftest import Role
-from pgque.errors import PgqueBadArgumentError
+from conftest import Role, Roles
+from faults.clusters import programs_of, started
+from pgque.errors import PgqueBadArgumentError, PgqueConnectionError
+from pgque.web import database, sessions
+from pgque.web.config import Database
 from pgque.web.jobs import Job
 from pgque.web.sessions import Attempts
-from support.pages import Browser, csrf, text
+from support import servers
+from support.pages import Browser, csrf, over_tcp, text
 from support.servers import TestServer
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -71,10 +81,108 @@ def test_wrong_passwords_are_refused_with_one_text_and_limited(
     assert b.log_in(reader).status_code == 429  # the right one, too late
     assert b.log_in(reader, user="somebody_else").status_code == 401
     attempts = Attempts()  # of a stranger whose proxy passes on any address
-    waits = [attempts.begin(f"10.0.0.{n}", "admin") for n in range(101)]
-    assert waits[:100] == [0] * 100
-    assert waits[100] > 0
-    assert attempts.begin("10.0.0.1", "somebody") == 0
+    for n in range(100):
+        assert attempts.wait(f"10.0.0.{n}", "admin") == 0
+        attempts.failed(f"10.0.0.{n}", "admin")
+    assert attempts.wait("10.0.1.1", "admin") > 0
+    assert attempts.wait("10.0.0.1", "somebody") == 0
+
+
+def at_once(calls: Sequence[Callable[[], Response]]) -> list[Response]:
+    """Return what the calls return that all begin together."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Response]) -> Response:
+        barrier.wait(30)
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def test_twelve_correct_logins_at_once_succeed_and_twenty_wrong_ones_try_five_passwords(
+    browser: NewBrowser, reader: Role, tcp_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = browser()
+    running, most, tried, counted = [0], [0], [0], threading.Lock()
+    really = database.log_in
+
+    def noted(*args: Any) -> Any:
+        with counted:
+            running[0] += 1
+            tried[0] += 1
+            most[0] = max(most[0], running[0])
+        try:
+            time.sleep(0.05)  # so that they overlap on any machine
+            return really(*args)
+        finally:
+            with counted:
+                running[0] -= 1
+
+    monkeypatch.setattr(database, "log_in", noted)
+    people = [Browser(first.client.app) for _ in range(12)]
+    pages = at_once([partial(b.log_in, reader) for b in people])
+    assert [page.status_code for page in pages] == [200] * 12
+    assert all("Log out" in page.text for page in pages)
+    assert 1 < most[0] <= sessions.LOGINS
+    tried[0] = 0
+    strangers = [Browser(first.client.app) for _ in range(20)]
+    pages = at_once([partial(b.log_in, reader, password=f"guess {n}") for n, b in enumerate(strangers)])
+    assert sorted(page.status_code for page in pages) == [401] * 5 + [429] * 15
+    assert tried[0] == 5
+
+
+def test_a_database_that_cannot_be_reached_is_no_wrong_password(
+    server: TestServer, reader: Role, roles: Roles, tcp_dsn: str, conn: Connection
+) -> None:
+    with socket.socket() as nobody_listens:
+        nobody_listens.bind(("127.0.0.1", 0))
+        port = nobody_listens.getsockname()[1]
+        b = Browser(app := pgque.web.app([tcp_dsn, make_conninfo(tcp_dsn, port=port)]))
+        for _ in range(7):
+            page = b.log_in(reader, database="1")
+            assert page.status_code == 503
+            assert "The database cannot be reached" in text(page)
+    # It takes no more connections of this role: the password is right, and was asked for.
+    conn.execute(sql.SQL("alter role {} connection limit 0").format(sql.Identifier(reader.name)))
+    for _ in range(7):
+        assert b.log_in(reader).status_code == 503
+    conn.execute(sql.SQL("alter role {} connection limit -1").format(sql.Identifier(reader.name)))
+    assert b.log_in(reader).status_code == 200
+    # A role that may not log in is refused as one that does not exist.
+    locked = roles("reader")
+    conn.execute(sql.SQL("alter role {} nologin").format(sql.Identifier(locked.name)))
+    stranger = Browser(app)
+    codes = [stranger.log_in(locked).status_code for _ in range(6)]
+    assert codes == [401] * 5 + [429]
+    app.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.programs
+def test_a_server_that_has_no_connection_left_is_no_wrong_password(
+    server: TestServer, wait_until: Callable[..., None]
+) -> None:
+    bindir = programs_of(server, "pg_ctl")
+    with ExitStack() as stack:
+        own = stack.enter_context(
+            started(bindir, settings={"max_connections": "5", "superuser_reserved_connections": "2"})
+        )
+        with psycopg.connect(own.dsn, autocommit=True) as conn:
+            conn.execute(servers.SQL_FILE.read_bytes())
+            conn.execute("create role looks login password 'x' in role pgque_reader")
+        app = pgque.web.app(over_tcp(own, own.dsn))
+        stack.callback(app.close)  # type: ignore[attr-defined]
+        role = Role("looks", make_conninfo("", user="looks", password="x"))
+        with ExitStack() as taken:
+            for _ in range(3):
+                taken.enter_context(psycopg.connect(own.dsn))
+            for _ in range(6):
+                page = Browser(app).log_in(role)
+                assert (page.status_code, "cannot be reached" in text(page)) == (503, True), text(page)
+        with psycopg.connect(own.dsn) as conn:
+            left = "select count(*) = 1 from pg_stat_activity where backend_type = 'client backend'"
+            wait_until(lambda: conn.execute(left).fetchone() == (True,), "the others have ended")
+            assert Browser(app).log_in(role).status_code == 200
 
 
 def test_a_server_that_asks_for_no_password_lets_nobody_in(
@@ -92,12 +200,11 @@ def test_a_server_that_asks_for_no_password_lets_nobody_in(
 
 
 def test_a_role_without_rights_and_a_database_without_pgque_get_an_error_with_a_hint(
-    browser: NewBrowser, nobody: Role, writer: Role, reader: Role, tcp_dsn: str
+    browser: NewBrowser, nobody: Role, reader: Role, tcp_dsn: str
 ) -> None:
-    for role in (nobody, writer):
-        page = browser().log_in(role)
-        assert page.status_code == 401
-        assert "has no right to read queues" in text(page)
+    page = browser().log_in(nobody)
+    assert page.status_code == 401
+    assert "This role has no right in pgque. Grant it" in text(page)
     elsewhere = make_conninfo(tcp_dsn, dbname="postgres")
     b = Browser(app := pgque.web.app([tcp_dsn, elsewhere]))
     assert "Database" in text(b.get("/login"))
@@ -106,6 +213,190 @@ def test_a_role_without_rights_and_a_database_without_pgque_get_an_error_with_a_
     app.close()  # type: ignore[attr-defined]
     with pytest.raises(PgqueBadArgumentError, match="names no database"):
         pgque.web.app("host=localhost")
+
+
+def test_a_writer_logs_in_and_sends_to_each_queue(
+    browser: NewBrowser, writer: Role, queue: str, conn: Connection
+) -> None:
+    b = browser(writer)
+    page = b.get("/", name=queue.upper())
+    assert f'href="/send?queue={queue}"' in page.text
+    assert "No queue with such a name." in text(b.get("/", name="no such queue"))
+    page = b.get("/send", queue=queue)
+    assert ">Queue</a>" not in page.text  # it would be an error
+    page = b.post("/send", queue=queue, type="t", payload="of a writer")
+    assert "was sent." in text(page)
+    assert conn.execute("select ev_new from pgque.get_queue_info(%s)", [queue]).fetchone() == (1,)
+    assert "permission denied" in text(b.get("/queue", 403, queue=queue))
+    b.get("/recurring")
+    # With a right to see one queue it sees figures of that one.
+    conn.execute("select pgque.grant_queue(%s, %s, 'consume')", [queue, writer.name])
+    assert "1 queue " in text(browser(writer).get("/"))
+
+
+@pytest.mark.parametrize(
+    ("change", "at_once"),
+    [
+        ("nologin", True),
+        ("valid until '2001-01-01'", True),
+        ("password 'another'", False),
+        ("", True),  # it is dropped
+    ],
+)
+def test_a_session_ends_when_its_role_may_not_log_in_again(
+    browser: NewBrowser, server: TestServer, dsn: str, conn: Connection, change: str, at_once: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    name = f"leaves_{secrets.token_hex(4)}"
+    role = Role(name, make_conninfo(dsn, user=name, password="x"))
+    conn.execute(f"create role {name} login password 'x' in role pgque_reader".encode())
+    tried = [0]
+    really = database.Connections.log_in
+
+    def noted(self: database.Connections) -> Any:
+        tried[0] += 1
+        return really(self)
+
+    monkeypatch.setattr(database.Connections, "log_in", noted)
+    try:
+        b, other = browser(role), browser(role)
+        if change:
+            conn.execute(f"alter role {name} {change}".encode())
+        else:
+            conn.execute(f"drop role {name}".encode())
+        if not at_once:
+            assert "Log out" in b.get("/").text
+            monkeypatch.setattr(database, "POOL_AGE", 0.0)  # instead of five minutes
+        tried[0] = 0
+        page = b.client.get("/recurring", headers={"pgque-live": "1"})
+        assert page.url.path == "/login"
+        assert "The password or the right to log in of this role has changed: log in again." in text(page)
+        for _ in range(3):
+            assert "Log in" in text(b.get("/"))
+        assert tried[0] == (0 if at_once else 1)
+        page = other.client.post("/queue/pause", data={"csrf": "x", "queue": "x"})
+        assert page.status_code == 403
+        session = next(iter(other.client.app.sessions._held.values()))  # type: ignore[attr-defined]
+        token = other.client.app.signer.csrf(session.token)  # type: ignore[attr-defined]
+        page = other.client.post("/queue/pause", data={"csrf": token, "queue": "x"})
+        assert "has changed: log in again. Nothing was changed" in text(page)
+    finally:
+        conn.execute(f"drop role if exists {name}".encode())
+
+
+def test_all_sessions_share_the_connections_that_the_page_may_have(
+    browser: NewBrowser, roles: Roles, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "POOL_WAIT", 0.3)
+    greedy, other = roles("reader"), roles("reader")
+
+    def connected(role: Role) -> int:
+        row = conn.execute("select count(*) from pg_stat_activity where usename = %s", [role.name]).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    b = browser(greedy, max_connections=8)
+    site: Any = b.client.app
+    people = [b, *(Browser(site) for _ in range(9))]
+    for person in people[1:]:
+        assert person.log_in(greedy).status_code == 200
+    for person in people:
+        person.get("/")
+    assert connected(greedy) <= 4
+    late = Browser(site)
+    assert late.log_in(other).status_code == 200
+    with ExitStack() as taken:
+        mine = [s.connections for s in site.sessions._held.values() if s.user == greedy.name]
+        for connections in mine[:4]:
+            taken.enter_context(connections.take(True))
+        assert connected(greedy) == 4
+        page = people[9].get("/recurring", 503)
+        assert "all 4 connections that this page has for your role are in use" in text(page)
+        assert "Try again in a few seconds." in text(page)
+        late.get("/recurring")
+    people[9].get("/recurring")
+    # All of the page's: the idle ones make room, whoever they were of.
+    with ExitStack() as taken:
+        third = Browser(site)
+        assert third.log_in(roles("reader")).status_code == 200
+        for connections in [s.connections for s in site.sessions._held.values() if s.user == other.name]:
+            for _ in range(3):
+                taken.enter_context(connections.take(True))
+            with pytest.raises(PgqueConnectionError, match="all 3 connections of this session"):
+                taken.enter_context(connections.take(True))
+        # Work on many dead letters leaves the last one to pages.
+        taken.enter_context(mine[0].take(False, lasting=True))
+        taken.enter_context(mine[0].take(False, lasting=True))
+        with pytest.raises(PgqueConnectionError, match="all 3 connections of this session"):
+            taken.enter_context(mine[0].take(False, lasting=True))
+        third.get("/recurring")
+        row = conn.execute(
+            "select count(*) from pg_stat_activity where application_name = 'pgque web'"
+        ).fetchone()
+        assert row is not None
+        assert row[0] <= 8
+
+
+def test_a_session_with_fewer_connections_comes_first(tcp_dsn: str, reader: Role, conn: Connection) -> None:
+    password = str(conninfo_to_dict(reader.dsn)["password"])
+    lender = database.Lender(4)
+    first, second = (
+        database.log_in(lender, Database("x", tcp_dsn), reader.name, password, 10) for _ in range(2)
+    )
+    order: list[str] = []
+
+    def take(name: str, connections: database.Connections) -> None:
+        with connections.take(True):
+            order.append(name)
+            time.sleep(0.1)
+
+    with ExitStack() as held:
+        one, two = held.enter_context(ExitStack()), held.enter_context(ExitStack())
+        one.enter_context(first.take(True))
+        two.enter_context(first.take(True))
+        threads = [threading.Thread(target=take, args=("first", first)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 10
+        while len(lender._waiting) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        threads.append(threading.Thread(target=take, args=("second", second)))
+        threads[-1].start()
+        while len(lender._waiting) < 4 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert order == []
+        one.close()
+        for thread in threads:
+            thread.join(20)
+    assert order == ["second", "first", "first", "first"]
+    first.close()
+    second.close()
+
+
+def test_by_default_the_page_has_an_eighth_of_the_servers_connections(
+    browser: NewBrowser, reader: Role, conn: Connection
+) -> None:
+    app: Any = browser(reader).client.app
+    row = conn.execute("select current_setting('max_connections')::int").fetchone()
+    assert row is not None
+    (lender,) = app.lenders.values()
+    assert lender._most == max(row[0] // 8, 4)
+    with pytest.raises(PgqueBadArgumentError, match="max_connections"):
+        pgque.web.app("dbname=x", max_connections=1)
+
+
+def test_a_page_that_is_left_open_does_not_keep_its_session(browser: NewBrowser, reader: Role) -> None:
+    b = browser(reader)
+    session = next(iter(b.client.app.sessions._held.values()))  # type: ignore[attr-defined]
+    for seconds in (29 * 60, 90):
+        session.used -= seconds
+        last = b.client.get("/", headers={"pgque-live": "1"})
+    assert last.url.path == "/login"
+    b.log_in(reader)
+    session = next(iter(b.client.app.sessions._held.values()))  # type: ignore[attr-defined]
+    for _ in range(2):
+        session.used -= 29 * 60
+        assert "Log out" in b.get("/").text
 
 
 def test_log_out_and_time_end_a_session_and_its_connections(
@@ -305,6 +596,18 @@ def test_below_a_prefix_every_address_has_it(
         assert 'href="/m' not in page.text
     # Some proxies take the prefix off.
     assert 'action="/tools/pgque/login"' in Browser(app).client.get("/login").text
+    # The address of the prefix itself, as people type it; a queue may have its name.
+    q = Browser(short := pgque.web.app(tcp_dsn, path_prefix="/q"))
+    page = q.client.get("/q")
+    assert page.url.path == "/q/login"
+    password = str(conninfo_to_dict(reader.dsn)["password"])
+    q.client.post("/q/login", data={"csrf": csrf(page), "user": reader.name, "password": password})
+    for path in ("/q", "/q/"):
+        page = q.client.get(path)
+        assert (page.status_code, page.url.path) == (200, path)
+        assert "Log out" in page.text
+    assert q.client.get("/qx").status_code == 404
+    short.close()  # type: ignore[attr-defined]
     app.close()  # type: ignore[attr-defined]
     mounted.close()  # type: ignore[attr-defined]
     for wrong in ("pgque", "/pgque/", "//pgque"):

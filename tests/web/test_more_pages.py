@@ -137,7 +137,7 @@ def test_the_leases_of_one_worker_are_released(
     for worker, most in (("stuck", 2), ("busy", 1)):
         conn.execute("select from pgque.receive(%s, 'c', %s, %s, '1 hour')", [queue, most, worker])
     b = browser(admin)
-    assert 'aria-label="Reclaim from worker stuck of consumer c"' in b.get("/queue", queue=queue).text
+    assert 'aria-label="Reclaim worker stuck of consumer c"' in b.get("/queue", queue=queue).text
     fields = {"queue": queue, "consumer": "c"}
     assert "Released 2 messages of worker stuck." in text(
         b.post("/queue/reclaim/worker", worker="stuck", **fields)

@@ -7,20 +7,23 @@ import threading
 from collections.abc import Callable
 from html import unescape
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import psycopg
 import pytest
 
 from conftest import Queues, Role, Roles
 from pgque.client.limit import LimitedConnection
+from pgque.ops.overview import SLOW
+from pgque.ops.problems import KINDS
 from pgque.ops.units import NOTHING
 from pgque.web import overview
 from pgque.web.config import Config, databases
-from pgque.web.look import advice, detail
+from pgque.web.look import detail
 from pgque.web.page import Page
 from pgque.web.site import Site
 from support.pages import Browser, over_tcp, text
-from support.servers import TestServer
+from support.servers import REPOSITORY, TestServer
 from support.silent import silent_path
 from support.threads import running
 
@@ -51,7 +54,7 @@ def states(conn: Connection, queue: str) -> dict[str, int]:
     return dict(rows)
 
 
-def test_the_overview_begins_with_problems_and_leads_to_them(
+def test_the_overview_begins_with_the_state_and_leads_to_what_is_wrong(
     browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
 ) -> None:
     batch, ids = leased(conn, tick, queue, ["a", "b", "c"])
@@ -60,18 +63,22 @@ def test_the_overview_begins_with_problems_and_leads_to_them(
     b = browser(admin)
     page = text(b.get("/"))
     assert (
-        page.index("What is wrong")
-        < page.index(f"{queue} : senders paused: send is refused")
-        < page.index("Backlog")
+        page.index("Failed")
+        < page.index("sending is paused")
+        < page.index("Retries")
+        < page.index("What is wrong")
+        < page.index("Resume sending when senders may send again.")
+        < page.index("Sent, messages a second")
     )
-    assert re.search(
-        rf"{queue} : dead letters 2, newest at \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC open the", page
-    )
-    assert "press Resume sending on the page of the queue" in page
-    assert "Messages sent a second" in page  # the chart, from the ticks
+    assert re.search(r"\b2, newest at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page)
+    assert re.search(r"Dead letters \d", page)
 
-    page = text(b.get("/queue", queue=queue))
-    assert "paused" in page
+    page = b.get("/queue", queue=queue)
+    assert "paused" in text(page)
+    assert f'href="/dead?queue={queue}"' in page.text
+    assert 'href="#actions"' in page.text  # a page does not lead to itself
+    assert f"/queue?queue={queue}#" not in page.text
+    page = text(page)
     page = text(b.post("/queue/resume", queue=queue))
     assert "The queue is open for senders." in page
     assert "Pause sending" in page
@@ -80,7 +87,7 @@ def test_the_overview_begins_with_problems_and_leads_to_them(
     conn.execute("select pgque.set_queue_config(%s, 'max_depth', '1')", [queue])
     page = b.get("/queue", queue=queue).text
     for place in ("consumers", "setting-max_depth"):
-        assert f'href="/queue?queue={queue}#{place}"' in page
+        assert f'href="#{place}"' in page
 
 
 def test_checks_are_written_as_the_page_writes() -> None:
@@ -96,20 +103,75 @@ def test_checks_are_written_as_the_page_writes() -> None:
         ],
     ):
         assert detail(given) == f"<bdi>{written}</bdi>"
-    assert "set ticker_paused to false on the page" in advice(
-        "select pgque.alter_queue('it''s', '{\"ticker_paused\": false}')"
-    )
     assert detail(None) == ""
 
-    # The settings are where a paused ticker is mended, and no help where none runs.
-    parts = Site(Config(databases(["dbname=x"]))).templates.get_template("parts.html").module
-    for said, leads in (
-        ("select pgque.alter_queue('q', '{\"ticker_paused\": false}')", True),
-        ("Start the ticker beside the server: pgque ticker.", False),
-    ):
-        row = {"queue": "q", "check_name": "ticks", "status": "warn", "detail": "", "advice": said}
-        shown = parts.problems([row], lambda path, **_: path, False)  # type: ignore[attr-defined]
-        assert ("#setting-ticker_paused" in shown) == leads
+
+def test_a_paused_ticker_leads_to_its_setting_and_one_that_does_not_run_does_not(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection
+) -> None:
+    b = browser(admin)
+    shown = "Set ticker_paused to false."
+    assert shown not in text(b.get("/queue", queue=queue))
+    conn.execute("select pgque.alter_queue(%s, '{\"ticker_paused\": true}')", [queue])
+    page = b.get("/queue", queue=queue)
+    assert shown in text(page)
+    assert 'href="#setting-ticker_paused"' in page.text
+
+
+def test_every_check_has_a_kind(server: TestServer) -> None:
+    """The checks are named in the sources: the table needs each of them, and has no other."""
+    named = set()
+    for source in ("operate/health.sql", "options/recurring.sql"):
+        sql = (REPOSITORY / "sql" / "parts" / source).read_text()
+        named |= set(re.findall(r"check_name := '([^']+)'|select '([a-z ]+)', queue,", sql))
+    checks = {one or other for one, other in named} - {"figures"}
+    assert len(checks) > 15
+    assert checks == set(KINDS) - {"paused", "paused ticker", SLOW["check_name"]}
+
+
+def test_problems_are_grouped_by_kind_with_one_advice_and_their_queues_below_it(
+    browser: NewBrowser,
+    admin: Role,
+    reader: Role,
+    new_queue: Queues,
+    conn: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overview, "MOST_OF_GROUP", 2)
+    names = [new_queue(f"grouped_{n}") for n in range(4)]
+    for name in names:
+        conn.execute("select pgque.pause(%s)", [name])
+    page = browser(admin).get("/").text
+    [group] = re.findall(r'<section class="problem warn" id="problem-paused">.*?</section>', page, re.DOTALL)
+    assert re.search(r"sending is paused in \d+ queues", group)
+    assert group.count("Resume sending when senders may send again.") == 1
+    assert group.count("#actions") == 2
+    assert re.search(r"And \d+ more", group)
+    assert 'href="#problem-paused"' in page  # from the top
+    # A role that may not open the dead letters is not led there.
+    conn.execute("select pgque.set_queue_config(%s, 'max_retries', '0')", [names[0]])
+    assert "/dead?" not in browser(reader).get("/queue", queue=names[0]).text
+
+
+def test_the_first_page_asks_for_all_queues_in_one_statement(
+    browser: NewBrowser, admin: Role, new_queue: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it asks does not grow with the number of queues."""
+    asked: list[str] = []
+    rows = Page.rows
+    monkeypatch.setattr(
+        Page, "rows", lambda page, query, *rest: asked.append(query) or rows(page, query, *rest)
+    )
+    counts = []
+    for names in (["one"], ["two", "three", "four"]):
+        for name in names:
+            new_queue(f"counted_{name}")
+        b = browser(admin)
+        asked.clear()
+        b.get("/")
+        counts.append(len(asked))
+        assert sum("pgque.overview" in query for query in asked) <= 1
+    assert counts[0] == counts[1]
 
 
 def test_the_rates_of_what_comes_in_and_goes_out(
@@ -147,14 +209,14 @@ def test_queues_are_shown_by_name_and_order_in_pages(
     conn.execute("select pgque.pause('page_c')")
     b = browser(reader)
     pages = [b.get("/", name="page_", order="name", page=n) for n in (1, 2)]
-    first, second = (page.text.split("<tbody>")[1] for page in pages)
+    first, second = (re.split("</?tbody>", page.text)[1] for page in pages)
     assert "page_a" in first
     assert "page_b" in first
     assert "page_c" not in first
     assert "Page 1 of 2" in text(pages[0])
     assert "page_a" not in second
     assert "page_c" in second
-    rows = b.get("/", name="PAGE_").text.split("<tbody>")[1]
+    rows = re.split("</?tbody>", b.get("/", name="PAGE_").text)[1]
     assert rows.index("page_c") < rows.index("page_a")  # the paused one comes first
     assert "No queue has a name like this." in text(b.get("/", name="nothing like it"))
     b.get("/", page=-1)
@@ -492,10 +554,10 @@ def test_messages_are_found_and_one_is_shown_with_all_that_is_known(
     while address:
         page = b.client.get(address).text
         seen += re.findall(r'id=(\d+)">\d+</a>|Consumer"><bdi>(\w)</bdi>', page)
-        more = re.search(r'href="([^"]*)">Next', page)
+        more = re.search(r'href="([^"]*)">Older', page)
         address = unescape(more[1]) if more else ""
     rows = conn.execute(
-        "select msg_id::text, consumer_name from pgque.list_messages(%s) order by 1, 2", [queue]
+        "select msg_id::text, consumer_name from pgque.list_messages(%s) order by msg_id desc, 2", [queue]
     ).fetchall()
     assert [one for one, _ in seen if one] == [row[0] for row in rows]
     assert [one for _, one in seen if one] == [row[1] for row in rows if row[1]]
@@ -669,7 +731,7 @@ def test_viewers_share_figures_but_a_role_is_shown_its_own_queues_only(
     second.log_in(reader)
     third.log_in(one)
     for b in (first, second, first):
-        assert f"{other} : senders" in text(b.get("/"))
+        assert f"{other} : sending is paused" in text(b.get("/"))
     page = third.get("/")
     assert own in page.text
     assert other not in page.text
@@ -678,7 +740,8 @@ def test_viewers_share_figures_but_a_role_is_shown_its_own_queues_only(
     conn.execute("select pgque.revoke_queue(%s, %s, 'consume')", [own, one.name])
     assert own not in third.get("/").text
     first.post("/queue/pause", queue=own)
-    assert f"{own} : senders" in text(second.get("/"))  # a change is seen at once
+    paused = re.findall(r'id="problem-paused">.*?</section>', second.get("/").text, re.DOTALL)[0]
+    assert own in paused  # a change is seen at once
 
 
 def test_a_page_that_is_read_only_offers_nothing_and_refuses_all(
@@ -781,48 +844,94 @@ def test_no_text_of_a_user_becomes_markup_or_sql(
     conn.execute("select pgque.drop_recurring(%s)", [EVIL])
 
 
-def test_the_chart_shows_the_rates_of_three_hours_from_the_ticks(
+def sampled(conn: psycopg.Connection[Any], queue: str, gap: tuple[int, int] = (0, 0)) -> None:
+    """Write samples of three hours, one a minute, of a queue with consumers c and d; none in a gap (minutes ago).
+
+    60 messages a minute are sent and delivered to c, 30 to d; c fails one a minute, and d lags by its minutes.
+    """
+    conn.execute("select pgque.subscribe(%s, 'c'), pgque.subscribe(%s, 'd')", [queue, queue])
+    conn.execute("truncate pgque.sample, pgque.sample_hour")
+    conn.execute("select setval('pgque.sampled', extract(epoch from pgque.clock())::bigint)")
+    conn.execute(
+        "insert into pgque.sample (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf, smp_sent, smp_passed,"
+        " smp_redelivered, smp_removed, smp_dead, smp_gap)"
+        " select pgque.clock() - (180 - n) * interval '1 minute', f.queue, f.sub, f.lag, f.lag, l.last_value,"
+        " f.sent * n, f.passed * n, f.failed * n, 0, 0,"
+        " case when f.queue = 0 and (n = 0 or 180 - n = %(until)s)"
+        "  then pgque.clock() - (case when n = 0 then 180 else %(since)s end) * interval '1 minute' end"
+        " from pgque.sample_leaf as l, generate_series(0, 180) as n"
+        " cross join lateral (select 0, 0, 0, 60, 90, 1 union all"
+        "  select q.queue_id, 0, null, 60, null, null from pgque.queue as q where q.queue_name = %(queue)s union all"
+        "  select s.sub_queue, s.sub_id, case when c.co_name = 'd' then n else 0 end, null,"
+        "   case when c.co_name = 'd' then 30 else 60 end, case when c.co_name = 'd' then 0 else 1 end"
+        "  from pgque.queue as q join pgque.subscriber as s on s.sub_queue = q.queue_id"
+        "  join pgque.consumer as c on c.co_id = s.sub_consumer where q.queue_name = %(queue)s"
+        " ) as f (queue, sub, lag, sent, passed, failed)"
+        " where not (180 - n > %(until)s and 180 - n < %(since)s)",
+        {"queue": queue, "since": gap[0], "until": gap[1]},
+    )
+
+
+def bars(page: str, title: str) -> list[str]:
+    """Return what the bars of a chart say, gaps too, without their time."""
+    [figure] = [part for part in page.split("<figure")[1:] if f"<figcaption>{title}<" in part]
+    return re.findall(
+        r"<title>\d\d-\d\d \d\d:\d\d UTC, [^:]*: (.*?)</title>", figure.partition("</figure>")[0]
+    )
+
+
+def test_charts_show_what_was_sampled_of_a_queue_and_of_each_consumer(
     browser: NewBrowser, admin: Role, reader: Role, queue: str, conn: Connection
 ) -> None:
-    # A tick a minute: 60 messages in each of the first two hours, none in the half hour after them, 600 then.
-    conn.execute(
-        "delete from pgque.tick as t using pgque.queue as q where q.queue_name = %s and t.tick_queue = q.queue_id",
-        [queue],
-    )
-    conn.execute(
-        "insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)"
-        " select q.queue_id * 3 + q.queue_cur_table, q.queue_id, 1000 + n,"
-        " pgque.clock() - (181 - n) * interval '1 minute', '1:1:', case when n <= 121 then 60 * n when n <= 151 then 7260 else 7260 + 600 * (n - 151) end"
-        " from pgque.queue as q, generate_series(0, 181) as n where q.queue_name = %s",
-        [queue],
-    )
+    sampled(conn, queue)
     for role in (admin, reader):
-        page = browser(role).get("/queue", queue=queue)
-        bars = [float(bar) for bar in re.findall(r"UTC: ([0-9.,]+) a second", page.text)]
-        assert len(bars) in (75, 76)  # the others are zero
-        assert set(bars[5:55]) == {1.0}
-        assert set(bars[-10:-1]) == {10.0}
-        assert "10 a second at most" in text(page)
+        b = browser(role)
+        page = b.get("/queue", queue=queue, range="1h").text
+        assert bars(page, "Sent, messages a second")[:-1] == ["1 a second"] * 19
+        assert bars(page, "Delivered, messages a second")[:-1] == ["1.5 a second"] * 19
+        assert bars(page, "Failed deliveries")[:-1] == ["3"] * 19
+        assert bars(page, "Messages given up") == []
+        assert bars(page, "Oldest pending, seconds")[0] == "2 min 3 s"
+        page = b.get("/queue", queue=queue, range="1h", consumer="c").text
+        assert bars(page, "Delivered, messages a second")[:-1] == ["1 a second"] * 19
+        assert bars(page, "Oldest pending, seconds") == []
+        page = b.get("/queue", queue=queue, range="1h", consumer="d").text
+        assert bars(page, "Failed deliveries") == []
+        assert bars(page, "Delivered, messages a second")[:-1] == ["0.5 a second"] * 19
+        b.get("/queue", 404, queue=queue, consumer="nobody")
+        assert bars(b.get("/", range="1h").text, "Sent, messages a second")[:-1] == ["1 a second"] * 19
 
 
-def test_the_lag_of_the_last_hours_is_shown_from_the_samples(
-    browser: NewBrowser, reader: Role, queue: str, conn: Connection, tick: Tick
+def test_a_time_without_samples_is_a_gap_in_the_charts(
+    browser: NewBrowser, reader: Role, queue: str, conn: Connection
 ) -> None:
-    conn.execute("select pgque.subscribe(%s, 'c')", [queue])
-    conn.execute("select pgque.send(%s, 'x'::text)", [queue])
-    tick(queue)
+    sampled(conn, queue, gap=(40, 20))
+    answer = browser(reader).get("/queue", queue=queue, range="1h")
+    for title in ("Sent, messages a second", "Oldest pending, seconds"):
+        found = bars(answer.text, title)
+        assert [n for n, words in enumerate(found) if words == "no sample"] == [7, 8, 9, 10, 11, 12]
+        assert len(found) == 20
+    assert "No samples for 18 min." in text(answer)
+    # Before the first sample, too: it was taken three hours ago.
+    page = browser(reader).get("/queue", queue=queue, range="6h").text
+    assert bars(page, "Sent, messages a second").count("no sample") in range(38, 42)
+
+
+def test_the_range_stays_with_the_other_fields_of_a_page(
+    browser: NewBrowser, reader: Role, queue: str, conn: Connection
+) -> None:
+    sampled(conn, queue)
     b = browser(reader)
-    assert "Age of the oldest pending message" not in text(b.get("/queue", queue=queue))
-    conn.execute(
-        "insert into pgque.sample (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf)"
-        " select pgque.clock() - interval '1 hour', s.sub_queue, s.sub_id, 90, 1, l.last_value"
-        " from pgque.sample_leaf as l, pgque.subscription as s join pgque.queue as q on q.queue_id = s.sub_queue"
-        " where q.queue_name = %s",
-        [queue],
-    )
-    page = text(browser(reader).get("/queue", queue=queue))
-    assert "Age of the oldest pending message" in page
-    assert "1 min 30 s at most" in page
+    for path, fields in (("/queue", {"queue": queue, "consumer": "c"}), ("/", {"order": "name"})):
+        for name in ("1h", "6h", "24h", "7d"):
+            page = b.get(path, **fields, range=name).text
+            links = re.findall(r'<a href="([^"#]*)#charts"( aria-current="true")?>', page)
+            assert len(links) == 4
+            [current] = [unescape(to) for to, mark in links if mark]
+            query = dict(parse_qsl(urlsplit(current).query))
+            assert query == {**fields, "range": name}
+            assert b.client.get(current).status_code == 200
+    assert 'aria-current="true">6 hours' in b.get("/queue", queue=queue, range="century").text
 
 
 def test_who_did_what_is_shown_to_administrators(
@@ -845,9 +954,8 @@ def test_who_did_what_is_shown_to_administrators(
 
 
 def test_a_queue_that_is_locked_keeps_nobody_from_the_pages(
-    server: TestServer, own_dsn: str, admin: Role, monkeypatch: pytest.MonkeyPatch
+    server: TestServer, own_dsn: str, admin: Role
 ) -> None:
-    monkeypatch.setattr("pgque.web.chart.LIMIT", 300)
     site = Site(Config(databases([over_tcp(server.process, own_dsn)])))
     try:
         with psycopg.connect(own_dsn, autocommit=True) as conn, psycopg.connect(own_dsn) as holder:
@@ -855,11 +963,8 @@ def test_a_queue_that_is_locked_keeps_nobody_from_the_pages(
             holder.execute("select pgque.drop_queue('locked', true)")
             b = Browser(site)
             pages = [b.log_in(admin), b.get("/queue", queue="locked"), b.get("/queue", queue="orders")]
-            assert ['class="chart"' in page.text for page in pages] == [False, False, True]
+            assert all('class="chart"' in page.text for page in pages)
             assert all("orders" in text(page) or "locked" in text(page) for page in pages)
-            holder.rollback()
-        site.samples.forget(site.config.databases[0])
-        assert 'class="chart"' in b.get("/").text
     finally:
         site.close()
 
@@ -869,13 +974,11 @@ def test_a_database_that_takes_too_long_for_its_checks_still_shows_its_queues(
 ) -> None:
     with psycopg.connect(own_dsn, autocommit=True) as conn:
         conn.execute("select pgque.create_queue('orders')")
-        conn.execute("alter function pgque.health() rename to slow_health")
         conn.execute(
-            "create function pgque.health(out check_name text, out queue text, out status text, out detail text,"
-            " out advice text) returns setof record language sql as $$"
+            "create or replace function pgque._recurring_health(out check_name text, out queue text,"
+            " out status text, out detail text, out advice text) returns setof record language sql as $$"
             " select 'x', null, 'ok', null, pg_catalog.pg_sleep(60)::text $$"
         )
-        conn.execute("grant execute on function pgque.health() to pgque_reader")
     site = Site(
         Config(databases([over_tcp(server.process, own_dsn)]), statement_timeout=1, figures_timeout=1)
     )

@@ -79,7 +79,7 @@ declare
 begin
   if v_queue.queue_paused then
     perform pgque._fail('PQ013', pg_catalog.format('queue is paused: %I', v_queue.queue_name),
-      'Resume it as an administrator: select pgque.resume(name);');
+      pg_catalog.format('Resume it as an administrator: select pgque.resume(%L);', v_queue.queue_name));
   end if;
   perform pgque._rebase(v_queue.queue_id);
   return v_queue.queue_name;

@@ -798,17 +798,52 @@ create table if not exists pgque.action (
 ) partition by list (leaf);
 comment on table pgque.action is 'Changes by hand. Internal: see list_actions().';
 
+-- Samples of figures that exist anyway, at most one a minute: counters, which go on from
+-- row to row, so that a row that is missing loses nothing.  A queue's row has smp_sub 0,
+-- and the row of all queues together has smp_queue 0 too.  There is no row while nothing
+-- changes.
+--   smp_sent          the event sequence: how many message ids were drawn
+--   smp_passed        up to which of these ids the consumer has received, less what it missed
+--   smp_redelivered, smp_removed   sums of the tally: redelivered; dropped and forwarded
+--   smp_dead          dead letters that were there at a sample and are not forwarded
+--   smp_mark          of all queues: the sequence of dead letters at the sample
+--   smp_gap           of all queues: there is no sample between then and this row
 create sequence if not exists pgque.sample_leaf as int minvalue 0 maxvalue 1;
+create sequence if not exists pgque.sample_hour_leaf as int minvalue 0 maxvalue 1;
 create sequence if not exists pgque.sampled minvalue 0;
 create table if not exists pgque.sample (
   smp_time     timestamptz not null,
   smp_queue    int not null,
   smp_sub      int not null,
-  smp_lag      real not null,
-  smp_pending  bigint not null,
-  leaf         int not null
+  smp_lag      real,
+  smp_pending  bigint,
+  leaf         int not null,
+  smp_sent         bigint,
+  smp_passed       bigint,
+  smp_redelivered  bigint,
+  smp_removed      bigint,
+  smp_dead         bigint,
+  smp_mark         bigint,
+  smp_gap          timestamptz
 ) partition by list (leaf);
-comment on table pgque.sample is 'Samples of the lag of consumers. Internal: see consumer_lags().';
+do $$
+begin
+  perform pgque._add_columns('pgque.sample', $c$
+    smp_sent bigint;
+    smp_passed bigint;
+    smp_redelivered bigint;
+    smp_removed bigint;
+    smp_dead bigint;
+    smp_mark bigint;
+    smp_gap timestamptz$c$);
+  if exists (select from pg_attribute a where a.attrelid = 'pgque.sample'::regclass and a.attname = 'smp_lag' and a.attnotnull) then
+    alter table pgque.sample alter smp_lag drop not null, alter smp_pending drop not null;
+  end if;
+end
+$$;
+comment on table pgque.sample is 'Samples of queues and consumers, one a minute, for a day. Internal: see history() and consumer_lags().';
+create table if not exists pgque.sample_hour (like pgque.sample) partition by list (leaf);
+comment on table pgque.sample_hour is 'The same, one an hour: the last counters, and the greatest lag. Internal: see history() and consumer_lags().';
 
 -- Sequences as registers that leave no dead rows: the last runs of the cleanup jobs in
 -- seconds since 1970, and the last notification of consumers for due messages in
@@ -826,7 +861,7 @@ declare
 begin
   for v_journal in
     select j.name, j.key, n as leaf
-    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id, set_what'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
+    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id, set_what'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null), ('sample_hour', null),
       ('idempotency', 'idem_queue, idem_key, idem_n'), ('sink_attempt', 'attempt'), ('sink_stage', 'attempt, n'), ('sink_epoch', 'sink_id, epoch, part')) j (name, key)
     cross join generate_series(0, 1) n
   loop
@@ -902,10 +937,16 @@ begin
   end if;
 end
 $$;
+-- Samples from before 0.12, which were all kept for the same time
+insert into pgque.sample_hour (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf)
+select max(s.smp_time), s.smp_queue, s.smp_sub, max(s.smp_lag), max(s.smp_pending), l.last_value
+from pgque.sample s, pgque.sample_hour_leaf l
+where not exists (select from pgque.sample n where n.smp_queue = 0) and not exists (select from pgque.sample_hour)
+group by s.smp_queue, s.smp_sub, date_trunc('hour', s.smp_time), l.last_value;
 comment on column pgque.config.keep_actions is
   'How long list_actions() goes back at least; none: actions are not recorded. Set by set_history(''actions'', interval).';
 comment on column pgque.config.keep_lags is
-  'How long consumer_lags() goes back at least; none: lags are not sampled. Set by set_history(''lags'', interval).';
+  'How long history() and consumer_lags() go back at least; none: no samples are taken. Set by set_history(''lags'', interval).';
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
 comment on column pgque.dead_letter.dl_forward is
@@ -969,6 +1010,10 @@ begin
       ('dead_letter_forward', 'index', 'dead_letter (dl_forward, dl_id) where dl_forward is not null'),
       -- A query for a batch compares pos_sub + 0.  Otherwise a plan without statistics also
       -- reads all rows of the consumer in the primary key.
+      ('sample_0_of', 'index', 'sample_0 (smp_queue, smp_sub, smp_time)'),
+      ('sample_1_of', 'index', 'sample_1 (smp_queue, smp_sub, smp_time)'),
+      ('sample_hour_0_of', 'index', 'sample_hour_0 (smp_queue, smp_sub, smp_time)'),
+      ('sample_hour_1_of', 'index', 'sample_hour_1 (smp_queue, smp_sub, smp_time)'),
       ('position_0_batch', 'index', 'position_0 (pos_batch) where pos_batch is not null'),
       ('position_1_batch', 'index', 'position_1 (pos_batch) where pos_batch is not null')
     ) i (name, kind, on_rows)

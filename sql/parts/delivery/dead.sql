@@ -114,6 +114,13 @@ begin
   letter as (
     delete from pgque.dead_letter d using found f where d.dl_id = f.dl_id and f.nominates
     returning d.*, f.queue_name
+  ),
+  counted as (
+    insert into pgque.tally (tal_queue, tal_sub, tal_what, tal_count, leaf)
+    select l.dl_queue_id, coalesce(s.sub_id, 0), 'forwarded', count(*), pgque._journal_leaf()
+    from letter l
+    left join pgque.subscriber s on s.sub_queue = l.dl_queue_id and s.sub_consumer = l.dl_consumer_id and s.sub_main is null
+    group by 1, 2
   )
   select count(pgque._send(v_target.queue_name, l.ev_type, l.ev_data, l.ev_extra1, l.ev_extra2, l.ev_extra3, l.ev_extra4,
     coalesce(l.ev_headers, '{}') || pg_catalog.jsonb_build_object('pgque_dead', pg_catalog.jsonb_build_object(

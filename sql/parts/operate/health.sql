@@ -184,6 +184,30 @@ begin
 end
 $$;
 
+-- Returns how many messages of a queue are leased now, a row for each lease.  The
+-- subscribers are those of _slowest_consumers(): if they are not all, all are read.
+create or replace function pgque._in_flight(p_queue_id int, p_subs pgque.subscriber[], p_positions pgque.position[], out sub_id int, out messages bigint)
+returns setof record
+language plpgsql as $$
+declare
+  v_now   timestamptz := pgque.clock();
+  v_busy  int[];   -- those that may have an open batch
+begin
+  v_busy := case when cardinality(p_subs) < pgque._most_consumers()
+    then array(select (p_subs[g.n]).sub_id from generate_subscripts(p_subs, 1) g (n) where cardinality((p_positions[g.n]).pos_open) > 0)
+    else array(select (p.sub).sub_id from pgque._positions(p_queue_id) p where cardinality((p.pos).pos_open) > 0) end;
+  return query
+    select b.id, (o.lease).pos_done_count - o.settled
+    from unnest(v_busy) b (id)
+    cross join lateral pgque._open_batches(b.id) o
+    union all
+    select s.sub_id, 1
+    from pgque.subscriber s
+    join pgque.retry_queue r on r.ev_owner = s.sub_id
+    where s.sub_queue = p_queue_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now;   -- by the index of held ones
+end
+$$;
+
 -- Returns the metrics of one queue.
 create or replace function pgque._queue_metrics(
   p_queue pgque.queue, p_bytes numeric, out metric text, out queue text, out consumer text, out value double precision
@@ -191,7 +215,6 @@ create or replace function pgque._queue_metrics(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_last   pgque.tick := pgque._last_tick(p_queue);
-  v_now    timestamptz := pgque.clock();
   v_back   record;
   v_shown  int[];
 begin
@@ -224,17 +247,7 @@ begin
     group by t.tal_what, c.co_name;
   return query
     select 'pgque_messages_in_flight', p_queue.queue_name, c.co_name, sum(h.messages)::double precision
-    from (
-      select (p.sub).sub_id, (o.lease).pos_done_count - o.settled as messages
-      from pgque._positions(p_queue.queue_id) p
-      cross join lateral pgque._open_batches((p.sub).sub_id) o
-      where cardinality((p.pos).pos_open) > 0
-      union all
-      select s.sub_id, 1
-      from pgque.subscriber s
-      join pgque.retry_queue r on r.ev_owner = s.sub_id
-      where s.sub_queue = p_queue.queue_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now   -- by the index of held ones
-    ) h
+    from pgque._in_flight(p_queue.queue_id, v_back.subs, v_back.positions) h
     left join pgque.subscriber s on s.sub_id = h.sub_id and s.sub_id = any (v_shown)
     left join pgque.consumer c on c.co_id = s.sub_consumer
     group by c.co_name;
@@ -432,14 +445,14 @@ begin
 end
 $$;
 
+-- p_latest: the consumer whose oldest pending message is oldest, and p_lag its age.
 create or replace function pgque._health_consumers(
-  p_queue pgque.queue, p_last pgque.tick, p_new boolean, p_consumers bigint, p_subs pgque.subscriber[], p_positions pgque.position[], p_cause text,
+  p_queue pgque.queue, p_consumers bigint, p_latest text, p_lag interval, p_cause text,
   out status text, out detail text, out advice text
 )
 language plpgsql as $$
 declare
   v_soon    interval := 0.8 * p_queue.queue_retention_period;
-  v_late    record;   -- the consumer whose oldest pending message is oldest
   v_unread  bigint;
 begin
   status := 'ok';
@@ -448,32 +461,28 @@ begin
     execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
     if v_unread > 0 and p_queue.queue_health_pending_warn > '0' then
       status := 'warn';
-      detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
+      detail := format('%s recent messages that no consumer gets: the queue has none', replace(v_unread::text, '1000', '1000 or more'));
       advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
         p_queue.queue_name);
     end if;
     return;
   end if;
-  select c.consumer_name, c.lag into v_late
-  from pgque._consumers(p_queue, p_subs, p_positions, false, p_last, p_new) c
-  order by c.lag desc, c.consumer_name
-  limit 1;
   status := case
-    when v_late.lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
-    when v_late.lag > least(nullif(p_queue.queue_health_pending_warn, '0'), v_soon) then 'warn'
+    when p_lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
+    when p_lag > least(nullif(p_queue.queue_health_pending_warn, '0'), v_soon) then 'warn'
     else 'ok'
   end;
-  detail := case when p_consumers = 1 then '1 consumer, ' else p_consumers || ' consumers, ' end
-    || case when v_late.lag > '0' then format('oldest message pending for consumer %s: %s', v_late.consumer_name, date_trunc('milliseconds', v_late.lag))
-      else 'nothing pending' end;
+  detail := case when p_lag > '0' then format('%s since the oldest pending message of consumer %s', date_trunc('milliseconds', p_lag), p_latest)
+      else 'nothing pending' end
+    || case when p_consumers = 1 then ' (1 consumer)' else format(' (%s consumers)', p_consumers) end;
   if status <> 'ok' then
     advice := concat_ws(' ',
-      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.alter_queue(%L, ''{"retention_period": "%s"}'').',
+      case when p_lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.alter_queue(%L, ''{"retention_period": "%s"}'').',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
       case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
-        else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', v_late.consumer_name, p_queue.queue_name)
+        else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', p_latest, p_queue.queue_name)
       end,
-      case when v_late.lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
+      case when p_lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
   end if;
 end
 $$;
@@ -538,16 +547,17 @@ begin
   limit 1;
   status := case when v_held.age > v_long and p_queue.queue_health_pending_fail > '0' then 'warn' else 'ok' end;
   detail := case when v_held.age is null then 'no worker holds a lease'
-    else pg_catalog.format('worker %s of consumer %s has held a lease for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
+    else pg_catalog.format('%s is the age of the oldest lease, of worker %s of consumer %s', pg_catalog.date_trunc('seconds', v_held.age), v_held.worker, v_held.consumer) end;
   advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it and release its messages: select pgque.reclaim(%L, %L, %L)',
     p_queue.queue_name, v_held.consumer, v_long) end;
 end
 $$;
 
 -- Returns all checks of one queue; no row if it was dropped meanwhile.  p_pumped: see
--- _pump_owners().
+-- _pump_owners().  With p_figures there is one more row, with the figures of overview().
 create or replace function pgque._queue_health(
-  p_queue pgque.queue, p_pumped int[], out check_name text, out queue text, out status text, out detail text, out advice text
+  p_queue pgque.queue, p_pumped int[], p_figures boolean,
+  out check_name text, out queue text, out status text, out detail text, out advice text, out figures jsonb
 ) returns setof record
 language plpgsql as $$
 declare
@@ -556,6 +566,8 @@ declare
   v_back     record;
   v_ticks    record;
   v_retries  record;
+  v_late     record;   -- the consumers' lags
+  v_dead     record;
 begin
   check_name := 'tables';
   queue := p_queue.queue_name;
@@ -575,41 +587,59 @@ begin
   end if;
   v_last := pgque._last_tick(p_queue);
   select f.* into v_back from pgque._slowest_consumers(p_queue.queue_id) f;
-  return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_back.slowest, v_back.slowest_seq) h;
+  return query select 'senders', queue, h.*, null::jsonb from pgque._health_senders(p_queue, v_back.consumers, v_back.slowest, v_back.slowest_seq) h;
   v_new := pgque._has_new_rows(p_queue.queue_id, v_last, pg_current_snapshot());
   v_ticks := pgque._health_ticks(p_queue, v_last, v_new);
-  return query select 'ticks', queue, v_ticks.status, v_ticks.detail, v_ticks.advice;
+  return query select 'ticks', queue, v_ticks.status, v_ticks.detail, v_ticks.advice, null::jsonb;
   return query
     select 'rotation', queue, case when r.late then 'warn' else 'ok' end,
       format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_back.slowest, '(none)')),
       case when r.late then 'Let the slowest consumer catch up, or unsubscribe it. Release the batches that its workers hold (list_workers) with reclaim(). End the sessions that lock the queue''s tables (pg_dump, an open transaction)'
-        || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end
+        || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end, null::jsonb
     from (
       select pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
         and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 as late
       offset 0
     ) r;
   v_retries := pgque._health_retries(p_queue, p_pumped, v_back.subs);
+  select pg_catalog.max(c.lag) as lag, pg_catalog.max(c.pending_events) as pending, (pg_catalog.array_agg(c.consumer_name order by c.lag desc, c.consumer_name))[1] as consumer
+  into v_late
+  from pgque._consumers(p_queue, v_back.subs, v_back.positions, false, v_last, v_new) c;
   return query
-    select 'consumers', queue, h.*
-    from pgque._health_consumers(p_queue, v_last, v_new, v_back.consumers, v_back.subs, v_back.positions,
+    select 'consumers', queue, h.*, null::jsonb
+    from pgque._health_consumers(p_queue, v_back.consumers, v_late.consumer, v_late.lag,
       case when v_ticks.status <> 'ok' then 'ticks' when v_retries.status <> 'ok' then 'retries' end) h;
-  return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice;
-  return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs, v_back.positions) h;
+  return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice, null::jsonb;
+  return query select 'leases', queue, h.*, null::jsonb from pgque._health_leases(p_queue, v_back.subs, v_back.positions) h;
+  v_dead := pgque._dead_letters_of(p_queue.queue_id);
   return query
     select 'dead letters', queue, case when d.stay + d.waiting > 0 then 'warn' else 'ok' end,
       d.stay || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
       case
         when d.stay > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue)
         when d.waiting > 0 then 'Resume the queue that dead_letter_queue names, raise its max_depth, or start its consumers.'
-      end
-    from pgque._dead_letters_of(p_queue.queue_id) d;
+      end, null::jsonb
+    from (select v_dead.stay, v_dead.newest, v_dead.waiting) d;
+  if p_figures then
+    check_name := 'figures';
+    status := 'ok'; detail := null; advice := null;
+    figures := jsonb_build_object(
+      'ev_per_sec', pgque._rate(p_queue, v_last),
+      'events', coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0),
+      'pending', v_late.pending,
+      'lag', extract(epoch from v_late.lag),
+      'retries', (select count(*) from pgque.retry_queue r where r.ev_queue = p_queue.queue_id),
+      'dead', v_dead.stay + v_dead.waiting,
+      'in_flight', (select coalesce(sum(f.messages), 0) from pgque._in_flight(p_queue.queue_id, v_back.subs, v_back.positions) f),
+      'consumers', v_back.consumers);
+    return next;
+  end if;
 end
 $$;
 
--- Returns the checks of some queues, in the order of their names.
+-- Returns the checks of some queues, in the order of their names; p_figures as above.
 create or replace function pgque._health_of(
-  p_queues int[], out check_name text, out queue text, out status text, out detail text, out advice text
+  p_queues int[], p_figures boolean, out check_name text, out queue text, out status text, out detail text, out advice text, out figures jsonb
 ) returns setof record
 language plpgsql as $$
 declare
@@ -627,7 +657,7 @@ begin
   for v_queue in select q.* from pgque.queue q where q.queue_id = any (v_queues) order by q.queue_name loop
     begin
       perform pgque._shorten_lock_timeout();
-      return query select h.* from pgque._queue_health(v_queue, v_pumped) h;
+      return query select h.* from pgque._queue_health(v_queue, v_pumped, p_figures) h;
       perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
@@ -719,22 +749,30 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queues  int[] := pgque._visible($1, caller);
 begin
-  return query select h.* from pgque._health_of(v_queues) h;
-  return query
-    select h.*
-    from pgque._recurring_health() h
-    where h.queue in (select q.queue_name from pgque.queue q where q.queue_id = any (v_queues));
+  return query select h.check_name, h.queue, h.status, h.detail, h.advice from pgque._health(v_queues, false) h;
 end
 $$;
 comment on function pgque.health(text, pgque.caller) is
   'Returns those checks of health() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
 
-create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+-- Returns the checks of some queues, with null of all queues and of the server;
+-- p_figures: see _queue_health().
+create or replace function pgque._health(
+  p_queues int[], p_figures boolean, out check_name text, out queue text, out status text, out detail text, out advice text, out figures jsonb
+) returns setof record
+language plpgsql as $$
 declare
   v_found  record;
   v_cron   record;
 begin
+  if p_queues is not null then
+    return query select h.* from pgque._health_of(p_queues, p_figures) h;
+    return query
+      select h.*, null::jsonb
+      from pgque._recurring_health() h
+      where h.queue in (select q.queue_name from pgque.queue q where q.queue_id = any (p_queues));
+    return;
+  end if;
   check_name := 'ticker'; queue := null;
   select bool_or(s.status = 'running') filter (where s.component = 'ticker') as runs, max(s.detail) filter (where s.component = 'ticker') as detail,
     max(s.status) filter (where s.component = 'scheduler') as scheduler
@@ -755,20 +793,20 @@ begin
   end if;
   -- If queues wait for the ticker, its check is before theirs.
   return query
-    with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
+    with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q), p_figures) with ordinality h),
     waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
-    select f.check_name, f.queue, f.status, f.detail, f.advice
+    select f.check_name, f.queue, f.status, f.detail, f.advice, f.figures
     from (
-      select health.check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
-        health.detail || case when health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
-        health.advice, 0 as ordinality
+      select _health.check_name, null as queue, case when _health.status = 'warn' and w.queues is not null then 'fail' else _health.status end as status,
+        _health.detail || case when _health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
+        _health.advice, null::jsonb as figures, 0 as ordinality
       from waits w
       union all
       select f.* from found f
     ) f
     order by f.ordinality;
 
-  return query select h.* from pgque._recurring_health() h;
+  return query select h.*, null::jsonb from pgque._recurring_health() h;
 
   detail := pgque._loading();
   if detail is not null then
@@ -827,7 +865,58 @@ begin
   return next;
 end
 $$;
+
+create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+begin
+  return query select h.check_name, h.queue, h.status, h.detail, h.advice from pgque._health(null, false) h;
+end
+$$;
 comment on function pgque.health() is
   'Returns one check a row: status (ok, warn or fail), detail (what was found) and advice (what to do). The settings health_* of a queue are its '
   'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues (two a queue, see '
   'max_locks_per_transaction), some queues are checked, chosen at random, and the check queues says so.';
+
+-- One pass over the queues for checks and figures: each takes its locks, and reads its
+-- ticks and positions, once.
+create or replace function pgque.overview(
+  queue_name text default null, caller pgque.caller default current_user,
+  out queue text, out paused boolean, out ev_per_sec double precision, out events bigint, out pending_events bigint, out lag_seconds double precision,
+  out retries bigint, out dead_letters bigint, out in_flight bigint, out consumers bigint, out bytes bigint, out ticker_paused boolean, out problems jsonb
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+declare
+  v_queues  int[] := pgque._visible($1, caller);
+  v_all     boolean := $1 is null and pgque._may(caller, 'see', null);
+  v_sizes   jsonb := case when $1 is not null then pgque._sizes_soon(v_queues) end;
+begin
+  return query
+    with found as materialized (
+      select h.* from pgque._health(case when not v_all then v_queues end, true) with ordinality h
+    ), seen as (
+      select f.queue,
+        pg_catalog.jsonb_agg(jsonb_build_object('check_name', f.check_name, 'status', f.status, 'detail', f.detail, 'advice', f.advice) order by f.ordinality)
+          filter (where f.status <> 'ok') as problems,
+        -- Each queue has one row with figures.
+        (pg_catalog.array_agg(f.figures) filter (where f.figures is not null))[1] as figures
+      from found f
+      group by f.queue
+    )
+    select q.queue_name, q.queue_paused, (s.figures ->> 'ev_per_sec')::double precision, (s.figures ->> 'events')::bigint, (s.figures ->> 'pending')::bigint,
+      (s.figures ->> 'lag')::double precision, (s.figures ->> 'retries')::bigint, (s.figures ->> 'dead')::bigint, (s.figures ->> 'in_flight')::bigint,
+      (s.figures ->> 'consumers')::bigint, (v_sizes ->> q.queue_id::text)::bigint, q.queue_ticker_paused, coalesce(s.problems, '[]')
+    from pgque.queue q
+    left join seen s on s.queue = q.queue_name
+    where q.queue_id = any (v_queues)
+    union all
+    select null, null, null, null, null, null, null, null, null, null, null, null, s.problems
+    from seen s
+    where s.queue is null and s.problems is not null
+    order by 1 nulls first;
+end
+$$;
+comment on function pgque.overview(text, pgque.caller) is
+  'Returns what pgque web and pgque top show first, one row for each queue that the caller has a right to, or for one queue: paused, ev_per_sec (over the last minute), events (sent, '
+  'ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries, dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), ticker_paused, and '
+  'problems (the rows of health() that are not ok, as a JSON array). For a member of pgque_reader, a first row without a queue has those of the whole server. Figures are NULL if another '
+  'session has a table of the queue locked. Errors: PQ001 no such queue.';

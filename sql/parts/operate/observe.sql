@@ -88,17 +88,17 @@ $$;
 create or replace function pgque._shorten_lock_timeout() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
--- Returns the tick since which the rate of a queue is counted: the last one that is a
--- minute old, found backwards, since a busy queue has too many ticks to read; the first
--- tick of a younger queue.  p_last: the last tick.
-create or replace function pgque._tick_of_rate(p_queue pgque.queue, p_last pgque.tick) returns pgque.tick
+-- Returns how many messages a second were sent to a queue: since its last tick that is a
+-- minute old, found backwards, since a busy queue has too many ticks to read, or since
+-- the first tick of a younger queue.  p_last: the last tick.
+create or replace function pgque._rate(p_queue pgque.queue, p_last pgque.tick) returns double precision
 language plpgsql as $$
 declare
   v_before  timestamptz := pgque.clock() - interval '1 minute';
   v_tick    pgque.tick;
 begin
   if p_last.tick_time <= v_before then
-    return p_last;
+    return 0;
   end if;
   execute pg_catalog.format('select t.* from pgque.tick_%s_%s t where t.tick_time <= $1 order by t.tick_id desc limit 1', p_queue.queue_id, p_queue.queue_cur_table)
   into v_tick using v_before;
@@ -109,7 +109,8 @@ begin
   if v_tick.tick_id is null then
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
   end if;
-  return v_tick;
+  -- For a second at least: a burst after the creation is no rate.
+  return (p_last.tick_event_seq - v_tick.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_tick.tick_time), 1);
 end
 $$;
 
@@ -130,7 +131,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
-  v_old    pgque.tick;
+  v_rate   double precision;
   v_seq    bigint;
 begin
   if $1 is not null then
@@ -142,12 +143,12 @@ begin
     order by q.queue_name
   loop
     v_last := null;
-    v_old := null;
+    v_rate := null;
     begin
       perform pgque._shorten_lock_timeout();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
-        v_old := pgque._tick_of_rate(v_queue, v_last);
+        v_rate := pgque._rate(v_queue, v_last);
       end if;
       v_seq := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
@@ -159,6 +160,7 @@ begin
         null;
       when lock_not_available then
         v_last := null;
+        v_rate := null;
       when others then
         if $1 is not null or not pgque._was_dropped(v_queue.queue_id) then
           raise;
@@ -169,9 +171,7 @@ begin
       select v_queue.queue_name, v_queue.queue_ntables, v_queue.queue_cur_table, v_queue.queue_rotation_period, v_queue.queue_switch_time,
         v_queue.queue_external_ticker, v_queue.queue_ticker_paused, v_queue.queue_ticker_max_count, v_queue.queue_ticker_max_lag,
         v_queue.queue_ticker_idle_period, pgque.clock() - v_last.tick_time,
-        -- For a second at least: a burst after the creation is no rate.
-        ((v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1))::float8,
-        v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
+        v_rate, v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
   end loop;
 end
 $$;
@@ -855,7 +855,7 @@ comment on function pgque.get_message(text, bigint, pgque.caller) is
 
 create or replace function pgque.message_history(
   queue_name text, msg_id bigint, caller pgque.caller default current_user,
-  out at timestamptz, out event text, out consumer_name text, out worker text, out detail text
+  out at timestamptz, out event text, out consumer_name text, out worker text, out number bigint, out detail text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $f$
 declare
@@ -872,43 +872,43 @@ begin
       select m.* from pgque._messages($1, $2, 100) m where $2 is not null
     ),
     found as (
-      select coalesce($3, min(m.created_at)) as at, 'sent' as event, null::text as consumer_name, null::text as worker, null::text as detail
+      select coalesce($3, min(m.created_at)) as at, 'sent' as event, null::text as consumer_name, null::text as worker, null::bigint as number, null::text as detail
       from m
       having coalesce($3, min(m.created_at)) is not null
       union all
-      select $4, 'ticked', null, null, 'tick ' || $5 where $5 is not null
+      select $4, 'ticked', null, null, $5, null where $5 is not null
       union all
-      select l.pos_time, 'delivered', m.consumer_name, m.worker, 'delivery ' || m.receive_count
+      select l.pos_time, 'delivered', m.consumer_name, m.worker, m.batch_id, 'delivery ' || m.receive_count
       from m
       join pgque.consumer c on c.co_name = m.consumer_name
       join pgque.subscriber s on s.sub_queue = $6 and s.sub_consumer = c.co_id and s.sub_main is null
       cross join lateral pgque._lease(s.sub_id, m.batch_id) l
       where m.status = 'processing' and l.pos_time is not null
       union all
-      select m.available_at, case m.status when 'processing' then 'lease expires' else 'due' end, m.consumer_name, m.worker,
+      select m.available_at, case m.status when 'processing' then 'lease expires' else 'due' end, m.consumer_name, m.worker, null,
         concat_ws(', ', case when m.retry_count > 0 then 'rejected ' || m.retry_count || ' times' end, m.last_error)
       from m
       where m.status in ('processing', 'retry', 'delayed')
       union all
-      select m.expires_at, 'expires', m.consumer_name, null, null from m where m.status <> 'archived' and isfinite(m.expires_at)
+      select m.expires_at, 'expires', m.consumer_name, null, null, null from m where m.status <> 'archived' and isfinite(m.expires_at)
       union all
-      select d.dl_time, m.status, m.consumer_name, null, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || ' deliveries' end, d.dl_reason)
+      select d.dl_time, m.status, m.consumer_name, null, d.dl_id, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || ' deliveries' end, d.dl_reason)
       from m
       join pgque.dead_letter d on d.dl_id = m.dl_id
       union all
-      select a.archived_at, 'archived', c.co_name, a.arc_worker, concat_ws(', ', 'archive_id ' || a.archive_id, a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || ' deliveries' end)
+      select a.archived_at, 'archived', c.co_name, a.arc_worker, a.archive_id, concat_ws(', ', a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || ' deliveries' end)
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
       where a.ev_id = $2 and %s
       union all
-      select null, pgque._ended_state($1, null, $2), null, null, null
+      select null, pgque._ended_state($1, null, $2), null, null, null, null
       where not exists (select from m) and pgque._ended_state($1, null, $2) is not null
       union all
-      select a.act_time, a.act_call, a.act_args ->> 'consumer_name', null, 'by ' || a.act_role
+      select a.act_time, a.act_call, a.act_args ->> 'consumer_name', null, null, 'by ' || a.act_role
       from (select a.* from pgque.action a order by a.act_time desc limit 1000) a
       where a.act_queue = $7 and a.act_args ->> 'msg_id' = $2::text
     )
-    select f.at, f.event, f.consumer_name, f.worker, nullif(f.detail, '')
+    select f.at, f.event, f.consumer_name, f.worker, f.number, nullif(f.detail, '')
     from found f
     order by f.at nulls last, f.event <> 'sent', f.event, f.consumer_name
     $q$, pgque._archived_by('a', v_queue.queue_id))
@@ -919,9 +919,9 @@ begin
 end
 $f$;
 comment on function pgque.message_history(text, bigint, pgque.caller) is
-  'Returns what is known of one message, the oldest first: at, event, consumer_name, worker, detail. Nothing is stored for it: the rows come from the '
+  'Returns what is known of one message, the oldest first: at, event, consumer_name, worker, number, detail. Nothing is stored for it: the rows come from the '
   'log, open batches, retries, dead letters, the archive and the newest 1,000 actions. event: sent, ticked (the first tick that may cover it), '
-  'delivered, lease expires, due, expires, dead, failed, archived, done or cancelled (without a time), or the function that a role called for it. Errors: '
+  'delivered, lease expires, due, expires, dead, failed, archived, done or cancelled (without a time), or the function that a role called for it. number: the tick_id of ticked, the batch_id of delivered, the dl_id of dead and failed, the archive_id of archived. Errors: '
   'PQ001 no such queue; PQ010 nothing is known of the message.';
 
 create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) returns void

@@ -17,12 +17,14 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import click
 import psycopg
 from psycopg import IsolationLevel
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table
 
 from ..client.limit import COMMAND_TIMEOUT
 from ..errors import PgqueError, from_psycopg
+from ..ops import titles
+from ..ops.units import moment, span
 from ..twins.client import PgqueClient
 
 P = ParamSpec("P")
@@ -32,7 +34,22 @@ EXIT_NOTHING = 3
 
 MAX_AGE = timedelta(days=36525)  # a century: dates so far away can still be calculated with
 MAX_CELL = 200  # characters that a table shows of a text; --wide and --json show all
-MIN_TEXT_WIDTH = 20  # characters a line that a long text gets at least, before a table leaves out a column
+MAX_LINES = 4  # lines that a table shows of a text, on a terminal
+MIN_TEXT_WIDTH = 16  # characters a line that a long text gets at least, before a table leaves out a column
+
+# Ids that commands take: where they come first, no table leaves them out.
+_IDS = ("msg_id", "dl_id", "archive_id", "ev_id")
+# Texts of any length, which a table may shorten. Names it does not.
+_TEXTS = (
+    "payload",
+    "payload_bytes",
+    "headers",
+    "ev_data",
+    "ev_bytes",
+    "ev_headers",
+    "dl_reason",
+    "last_error",
+)
 
 # Control characters and escape sequences, bidirectional overrides, and parts of characters. From a stranger's
 # message they would reach the terminal of an operator.
@@ -112,9 +129,8 @@ def json_option(command: Callable[P, R]) -> Callable[P, R]:
         callback=lambda ctx, param, value: ctx.meta.update({"pgque.wide": value}),
         help="Print all columns in full, however wide the terminal is.",
     )
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(
-        wide(command)
-    )
+    text = "Print JSON, with the names that columns have in SQL, instead of a table."
+    return click.option("--json", "as_json", is_flag=True, help=text)(wide(command))
 
 
 def yes_option(command: Callable[P, R]) -> Callable[P, R]:
@@ -282,11 +298,11 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, timedelta):
-        return str(timedelta(seconds=round(value.total_seconds(), 1))).removesuffix("00000")
+        return span(value)
     if isinstance(value, float):
         return f"{value:.0f}" if value.is_integer() else f"{value:.1f}"
     if isinstance(value, datetime):
-        return value.isoformat(sep=" ", timespec="seconds").removesuffix(":00")
+        return moment(value)
     if isinstance(value, dict):
         return dump(value)
     if isinstance(value, bytes):
@@ -309,8 +325,8 @@ def line_width() -> int | None:
     return None
 
 
-def _widths(cells: Sequence[Sequence[str]], width: int | None) -> list[int]:
-    """Return a width for each of the first columns, as many as fit. A column has its head first.
+def _widths(cells: Sequence[Sequence[str]], width: int | None, least: int) -> list[int]:
+    """Return a width for each of the first columns: as many as fit, but `least`. A column has its head first.
 
     A column with more than MIN_TEXT_WIDTH characters may be folded, but not below that. What is left over
     goes to those that want more.
@@ -323,7 +339,7 @@ def _widths(cells: Sequence[Sequence[str]], width: int | None) -> list[int]:
         max(head, min(MIN_TEXT_WIDTH, max(map(cell_len, column[1:]))))
         for head, column in zip(heads, cells, strict=True)
     ]
-    while len(widths) > 1 and sum(widths) + 3 * len(widths) + 1 > width:
+    while len(widths) > least and sum(widths) + 3 * len(widths) + 1 > width:
         widths.pop()
     spare = max(width - sum(widths) - 3 * len(widths) - 1, 0)
     for place, at in enumerate(sorted(range(len(widths)), key=lambda n: wanted[n] - widths[n])):
@@ -331,6 +347,10 @@ def _widths(cells: Sequence[Sequence[str]], width: int | None) -> list[int]:
         widths[at] += more
         spare -= more
     return widths
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if cell_len(text) <= most else f"{set_cell_size(text, most - 1)}…"
 
 
 def _is_number(value: object) -> bool:
@@ -342,39 +362,45 @@ def _wide() -> bool:
     return context is not None and bool(context.meta.get("pgque.wide"))
 
 
-def print_table(title: str, rows: Iterable[Mapping[str, object]]) -> None:
+def print_table(title: str, rows: Iterable[Mapping[str, object]], of: str = "") -> None:
     """Print a table, or that there are no rows. Columns stand in the order of their importance.
 
     On a terminal the table fits: columns without a value and as many as needed of the last ones are left
-    out, long texts are folded and shortened. With --wide everything is printed.
+    out, long texts are folded and shortened. With --wide everything is printed. `of` is the type of the rows,
+    by which `titles` knows what a column means.
     """
     console = plain_console()
     rows = list(rows)
     if not rows:
         console.print(f"{visible(title)}: none")
         return
-    wide, shortened = _wide(), False
+    wide, most, shortened = _wide(), None if _wide() else line_width(), False
     names: list[str] = []
     cells: list[list[str]] = []
     for name in rows[0]:
-        column = [_cell(row[name]) for row in rows]
+        column = [_cell(titles.word(name, row[name])) for row in rows]
         if not wide:
             if names and not any(column):
                 continue
-            short = [text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…" for text in column]
+            short = [_shortened(text, MAX_CELL) for text in column]
             shortened, column = shortened or short != column, short
         names.append(name)
-        cells.append([name.replace("_", " "), *column])
-    widths = _widths(cells, None if wide else line_width())
+        cells.append([titles.title(name, of), *column])
+    ids = next((n for n, name in enumerate(names) if name not in _IDS), len(names))
+    widths = _widths(cells, most, max(ids, 1))
     table = Table()
-    for name, (head, *_), width in zip(names, cells, widths, strict=False):
+    for at, (name, width) in enumerate(zip(names, widths, strict=False)):
         number = all(_is_number(row[name]) for row in rows)
-        table.add_column(head, width=width, overflow="fold", justify="right" if number else "left")
+        table.add_column(cells[at][0], width=width, overflow="fold", justify="right" if number else "left")
+        if most is not None and name in _TEXTS:
+            short = [_shortened(text, MAX_LINES * width) for text in cells[at]]
+            shortened, cells[at] = shortened or short != cells[at], short
     for line in zip(*(column[1:] for column in cells[: len(widths)]), strict=True):
         table.add_row(*line)
     console.print(visible(title))
     plain_console(max(console.width, sum(widths) + 3 * len(widths) + 1)).print(table)
-    notes = [f"Left out: {', '.join(names[len(widths) :])}."] if len(widths) < len(names) else []
+    left_out = ", ".join(column[0] for column in cells[len(widths) :])
+    notes = [f"Left out: {left_out}."] if left_out else []
     notes += ["Long texts are shortened."] if shortened else []
     if notes:
         console.print(f"{' '.join(notes)} --wide shows all.")
@@ -382,6 +408,7 @@ def print_table(title: str, rows: Iterable[Mapping[str, object]]) -> None:
 
 def print_rows(title: str, rows: Iterable[object], as_json: bool, shown: Sequence[str] = ()) -> None:
     """Print rows as JSON, or as a table: of the columns `shown`, the most important first, or of all."""
+    rows = list(rows)
     found = [as_dict(row) for row in rows]
     if as_json:
         echo(dump(found, indent=2))
@@ -389,7 +416,8 @@ def print_rows(title: str, rows: Iterable[object], as_json: bool, shown: Sequenc
     first = [name for name in shown if found]
     if _wide() or not shown:
         first += [name for row in found[:1] for name in row if name not in shown]
-    print_table(title, [{name: row[name] for name in first} for row in found])
+    of = type(rows[0]).__name__ if rows else ""
+    print_table(title, [{name: row[name] for name in first} for row in found], of)
 
 
 def is_loopback(host: str) -> bool:

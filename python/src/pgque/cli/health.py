@@ -15,6 +15,7 @@ from datetime import timedelta
 import click
 
 from ..errors import PgqueError
+from ..ops.units import readable
 from ..twins.client import PgqueClient
 from ..types import HealthCheck
 from .common import EXIT_NOTHING, as_dict, connect, dsn_option, dump, echo, length_option
@@ -117,7 +118,7 @@ def print_checks(checks: Sequence[HealthCheck]) -> None:
     for check in checks:
         where = f"queue {check.queue}, {check.check_name}" if check.queue is not None else check.check_name
         wrapped(f"{check.status:<4}  {where}", "")
-        wrapped(check.detail or "", " " * 6)
+        wrapped(readable(check.detail or ""), " " * 6)
         for piece, command in advice(check.advice):
             if command:
                 echo(f"      $ {piece}")

@@ -197,8 +197,8 @@ def messages(dsn: str, as_json: bool, limit: int, queue: str, status: str | None
     """List messages of a queue with their state for each consumer."""
     with connect(dsn) as client:
         rows = client.messages.list(queue, status, limit)
-    shown = ("msg_id", "consumer_name", "status", "type", "receive_count", "last_error", "available_at")
-    print_rows(f"Messages of {queue}", rows, as_json, (*shown, "worker", "key"))
+    shown = ("msg_id", "status", "consumer_name", "receive_count", "last_error", "type", "key", "created_at")
+    print_rows(f"Messages of {queue}", rows, as_json, (*shown, "available_at", "worker"))
 
 
 @click.command()
@@ -210,7 +210,7 @@ def message(dsn: str, as_json: bool, queue: str, msg_id: int) -> None:
     """Show the state of a message for each consumer."""
     with connect(dsn) as client:
         rows = client.messages.status(queue, msg_id)
-    shown = ("consumer_name", "status", "receive_count", "last_error", "available_at", "worker", "batch_id")
+    shown = ("consumer_name", "status", "receive_count", "batch_id", "available_at", "last_error", "worker")
     print_rows(f"Message {msg_id} of {queue}", rows, as_json, shown)
 
 
@@ -256,7 +256,7 @@ def workers(dsn: str, as_json: bool, queue: str | None, consumer: str | None) ->
     """List the workers that have leased messages."""
     with connect(dsn) as client:
         rows = client.consumers.list_workers(queue, consumer)
-    shown = ("queue", "consumer", "worker", "messages", "lease_until", "batches", "last_seen", "waiting")
+    shown = ("worker", "messages", "consumer", "queue", "lease_until", "batches", "last_seen", "waiting")
     print_rows("Workers", rows, as_json, shown)
 
 
@@ -336,7 +336,7 @@ def poison_list(dsn: str, as_json: bool, limit: int, queue: str) -> None:
     """List messages that were delivered more than once without an outcome, or were given up for that."""
     with connect(dsn) as client:
         rows = client.dlq.list_poison(queue, limit)
-    shown = ("msg_id", "consumer_name", "status", "receive_count", "last_error", "dl_id")
+    shown = ("msg_id", "dl_id", "status", "receive_count", "consumer_name", "last_error")
     print_rows(f"Poison messages of {queue}", rows, as_json, shown)
 
 
@@ -363,7 +363,7 @@ def dlq_list(dsn: str, as_json: bool, queue: str, limit: int) -> None:
     """List the dead letters of a queue."""
     with connect(dsn) as client:
         rows = client.dlq.inspect(queue, limit)
-    shown = ("dl_id", "consumer_name", "dl_reason", "ev_type", "ev_data", "dl_time", "ev_id", "ev_retry")
+    shown = ("ev_id", "dl_id", "dl_reason", "consumer_name", "dl_time", "ev_type", "ev_data", "receive_count")
     print_rows(f"Dead letters of {queue}", rows, as_json, shown)
 
 
@@ -429,7 +429,7 @@ def archive_list(dsn: str, as_json: bool, limit: int, queue: str, since: datetim
     """List archived messages of a queue."""
     with connect(dsn) as client:
         rows = client.archived.list(queue, limit, since)
-    shown = ("archive_id", "msg_id", "consumer_name", "type", "outcome", "archived_at", "receive_count")
+    shown = ("msg_id", "archive_id", "outcome", "consumer_name", "archived_at", "type", "receive_count")
     print_rows(f"Archive of {queue}", rows, as_json, (*shown, "worker"))
 
 

@@ -193,8 +193,8 @@ def status(dsn: str, as_json: bool) -> None:
         sys.exit(EXIT_NOTHING)
 
 
-_QUEUE_COLUMNS = ("queue_name", "ev_new", "ev_per_sec", "ticker_lag", "queue_paused", "last_tick_id")
-_CONSUMER_COLUMNS = ("queue_name", "consumer_name", "pending_events", "lag", "last_seen", "role")
+_QUEUE_COLUMNS = ("queue_name", "queue_paused", "ev_per_sec", "ev_new", "ticker_lag", "last_tick_id")
+_CONSUMER_COLUMNS = ("queue_name", "consumer_name", "lag", "pending_events", "last_seen", "role")
 
 
 @main.command()

@@ -11,7 +11,7 @@ import click
 from rich.cells import cell_len
 
 from ..errors import PgqueError
-from ..top.columns import COLUMNS, cells, ordered
+from ..top.columns import COLUMNS, LEAST, cells, fitting, ordered
 from ..top.source import Overview, Source
 from ..types import HealthCheck
 from .common import dsn_option, echo, length_option, line_width
@@ -42,12 +42,14 @@ def _print(overview: Overview) -> None:
     print_checks([HealthCheck(**problem) for problem in overview.problems])
     rows = [cells(queue) for queue in ordered(overview.queues.values(), COLUMNS[0].name)]
     rows.insert(0, [column.title for column in COLUMNS])
-    fixed, width = sum(column.width for column in COLUMNS), line_width()
-    left = max(cell_len(text) for row in rows for text in row) + 1 if width is None else max(width - fixed, 8)
+    width = line_width()
+    kept = fitting(COLUMNS, width)
+    fixed = sum(COLUMNS[at].width for at in kept)
+    longest = max(cell_len(text) for row in rows for text in row) + 1
+    left = longest if width is None else max(width - fixed, LEAST)
     echo("")
     for row in rows:
-        line = "".join(column.shown(text, left) for column, text in zip(COLUMNS, row, strict=True))
-        echo(line.rstrip())
+        echo("".join(COLUMNS[at].shown(row[at], left) for at in kept).rstrip())
 
 
 @click.command()

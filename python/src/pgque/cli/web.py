@@ -29,6 +29,13 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--port", type=click.IntRange(0, 65535), default=8811, show_default=True, help="0: any free one."
 )
 @click.option("--path-prefix", default="", metavar="/PATH", help="Path below which a proxy serves the page.")
+@click.option(
+    "--max-connections",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Most connections of all sessions to each database; one role has at most half of them [default: an"
+    " eighth of the server's max_connections].",
+)
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
 @click.option("--hide-payloads", is_flag=True, help="Show neither payloads nor headers.")
 @click.option("--tls-cert", type=_FILE, help="Certificate, in PEM format, to serve https.")
@@ -47,6 +54,7 @@ def web(
     host: str,
     port: int,
     path_prefix: str,
+    max_connections: int | None,
     read_only: bool,
     hide_payloads: bool,
     tls_cert: Path | None,
@@ -74,13 +82,13 @@ def web(
         read_only=read_only,
         hide_payloads=hide_payloads,
         metrics_token=token,
+        max_connections=max_connections,
     )
     import uvicorn
 
     from ..web.protocol import Protocol
 
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stderr)
-    logging.getLogger("psycopg.pool").setLevel(logging.ERROR)
 
     class Server(uvicorn.Server):
         """Tell the address once it can be opened."""
@@ -99,6 +107,7 @@ def web(
             host=host,
             port=port,
             http=Protocol,
+            ws="none",
             ssl_certfile=tls_cert,
             ssl_keyfile=tls_key,
             access_log=False,  # addresses have what people search for

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .problems import kind
+
 if TYPE_CHECKING:
     from typing_extensions import LiteralString
 
@@ -19,18 +21,6 @@ REMEMBERED = 60.0  # seconds over which rates are calculated
 
 STATES = ("fail", "warn", "ok")
 
-# Which figure a metric is: of several consumers the highest value, or the sum.
-METRICS = {
-    "pgque_queue_events_total": ("sent", "total"),
-    "pgque_queue_retries": ("retries", "total"),
-    "pgque_queue_dead_letters": ("dead", "total"),
-    "pgque_queue_consumers": ("consumers", "total"),
-    "pgque_queue_bytes": ("disk", "total"),
-    "pgque_messages_in_flight": ("in_flight", "total"),
-    "pgque_consumer_lag_seconds": ("oldest", "highest"),
-    "pgque_consumer_pending_events": ("backlog", "highest"),
-}
-
 # Who asks, and what this role may see and change.
 ROLE_QUERY: LiteralString = """
 select current_user::text as name, pgque.version() as version,
@@ -42,24 +32,14 @@ select current_user::text as name, pgque.version() as version,
 from (values ('pgque_reader'::name, 'pgque_writer'::name, 'pgque_admin'::name)) as r (reader, writer, admin)
 """
 
-# The queries of the overview. Each takes `most`, how many rows it may return.
+# Of all queues that the role has a right to, or of one. Each takes `most`, how many rows it may return.
+OVERVIEW_QUERY: LiteralString = "select o.* from pgque.overview() as o limit %(most)s"
+ONE_QUERY: LiteralString = "select o.* from pgque.overview(%(queue)s) as o limit %(most)s"
+# What is known without the checks, if they take too long.
 QUEUES_QUERY: LiteralString = (
-    "select queue_name, ev_per_sec, queue_paused from pgque.get_queue_info() limit %(most)s"
+    "select i.queue_name as queue, i.queue_paused as paused, i.ev_per_sec"
+    " from pgque.get_queue_info() as i limit %(most)s"
 )
-PROBLEMS_QUERY: LiteralString = (
-    "select check_name, queue, status, detail, advice from pgque.health() where status <> 'ok'"
-    " order by status <> 'fail', queue nulls first, check_name limit %(most)s"
-)
-METRICS_QUERY: LiteralString = (
-    "select metric, queue, max(value) as highest, sum(value) as total from pgque.metrics()"
-    " where metric = any (%(metrics)s) and queue is not null group by metric, queue limit %(most)s"
-)
-# Of all queues that a role without pgque_reader has a right to.
-OWN_PROBLEMS_QUERY: LiteralString = PROBLEMS_QUERY.replace("health()", "health(null)")
-OWN_METRICS_QUERY: LiteralString = METRICS_QUERY.replace("metrics()", "metrics(null)")
-# Of one queue, which they take as `queue`.
-ONE_PROBLEMS_QUERY: LiteralString = PROBLEMS_QUERY.replace("health()", "health(%(queue)s)")
-ONE_METRICS_QUERY: LiteralString = METRICS_QUERY.replace("metrics()", "metrics(%(queue)s)")
 READERS_QUERY: LiteralString = (
     "select consumer_name, lag, last_seen, last_tick, current_batch is not null as open_batch,"
     " pending_events, role, skipped_events from pgque.get_consumer_info(%(queue)s)"
@@ -70,8 +50,7 @@ WORKERS_QUERY: LiteralString = (
     " case when lease_until < 'infinity' then lease_until - pgque.clock() end as lease_left"
     " from pgque.list_workers(%(queue)s) order by last_seen nulls last, consumer, worker limit %(most)s"
 )
-METRICS_ASKED: Mapping[str, object] = {"metrics": list(METRICS), "most": len(METRICS) * MOST_QUEUES}
-MOST: Mapping[str, object] = {"most": MOST_QUEUES}
+MOST: Mapping[str, object] = {"most": MOST_QUEUES + 1}  # the server's row is one
 
 # Shown in place of the checks.
 SLOW: Row = {
@@ -81,6 +60,18 @@ SLOW: Row = {
     "detail": "the checks took too long, so they are not shown",
     "advice": "Wait until the server is less busy, or run pgque health.",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The figures of many queues together; None is unknown."""
+
+    states: Mapping[str, int]  # how many queues are in each state
+    rate: float | None
+    out: float | None
+    backlog: float | None
+    oldest: float | None
+    dead: float | None
 
 
 @dataclass(slots=True)
@@ -108,27 +99,58 @@ class Figures:
         return "fail" if "fail" in found else "warn" if "warn" in found else "ok"
 
 
-def figures(rows: Iterable[Row]) -> dict[str, Figures]:
-    """Return the queues of QUEUES_QUERY by name."""
-    return {
-        row["queue_name"]: Figures(row["queue_name"], bool(row["queue_paused"]), row["ev_per_sec"])
-        for row in rows
-    }
-
-
-def add_problems(queues: Mapping[str, Figures], rows: Iterable[Row]) -> None:
-    """Give each queue the failed checks that name it."""
+def read(rows: Iterable[Row]) -> tuple[list[Row], dict[str, Figures]]:
+    """Return what is wrong, the worst first, and the queues by name, of rows of OVERVIEW_QUERY."""
+    problems: list[Row] = []
+    queues: dict[str, Figures] = {}
     for row in rows:
-        if row["queue"] in queues:
-            queues[row["queue"]].problems.append(row)
+        name = row["queue"]
+        found = [
+            {"queue": name, "kind": kind(problem, bool(row["paused"]), bool(row["ticker_paused"])), **problem}
+            for problem in row.get("problems") or ()
+        ]
+        problems += found
+        if name is not None:
+            queues[name] = Figures(
+                name,
+                bool(row["paused"]),
+                row["ev_per_sec"],
+                sent=row.get("events") or 0,
+                backlog=row.get("pending_events"),
+                oldest=row.get("lag_seconds"),
+                retries=row.get("retries"),
+                dead=row.get("dead_letters"),
+                in_flight=row.get("in_flight"),
+                disk=row.get("bytes"),
+                consumers=row.get("consumers") or 0,
+                problems=found,
+            )
+    problems.sort(key=worst_first)
+    return problems, queues
 
 
-def add_metrics(queues: Mapping[str, Figures], rows: Iterable[Row]) -> None:
-    """Fill in what METRICS_QUERY found."""
-    for row in rows:
-        if row["queue"] in queues:
-            figure, which = METRICS[row["metric"]]
-            setattr(queues[row["queue"]], figure, row[which])
+def worst_first(problem: Row) -> tuple[bool, bool, str, str]:
+    """Return what problems are sorted by: failed checks first, and those of the server before a queue's."""
+    return (
+        problem["status"] != "fail",
+        problem["queue"] is not None,
+        problem["queue"] or "",
+        problem["check_name"],
+    )
+
+
+def totals(queues: Collection[Figures]) -> Totals:
+    """Return what all these queues have together."""
+
+    def known(name: str) -> list[float]:
+        return [value for queue in queues if (value := getattr(queue, name)) is not None]
+
+    def total(name: str) -> float | None:
+        return sum(known(name)) if known(name) else None
+
+    states = {state: sum(queue.state == state for queue in queues) for state in STATES}
+    oldest = max(known("oldest"), default=None)
+    return Totals(states, total("rate"), total("out"), total("backlog"), oldest, total("dead"))
 
 
 Counts = dict[str, tuple[float, float]]

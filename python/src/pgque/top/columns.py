@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
@@ -12,18 +12,27 @@ from ..ops.overview import STATES, Figures
 from ..ops.units import number, span
 
 
+LEAST = 12  # characters that a column without a width gets
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table. A `width` of 0 is what the others leave."""
+    """A column of a table. A `width` of 0 is what the others leave.
+
+    Texts stand below the first letter of the title. A narrow terminal leaves out the columns with the highest
+    `rank` first, but none with 0.
+    """
 
     name: str
     title: str
     width: int = 0
     right: bool = True  # numbers
+    rank: int = 0
 
     def shown(self, text: str, left: int) -> str:
         """Return a text in the width of the column: cut, and padded. `left` is what the others leave."""
         width = self.width or left
+        text = " " * (len(self.title) - len(self.title.lstrip())) + text
         if cell_len(text) >= width:
             text = f"{set_cell_size(text, width - 2)}…"
         return set_cell_size(text, width) if not self.right else " " * (width - cell_len(text)) + text
@@ -32,13 +41,24 @@ class Column:
 COLUMNS = (
     Column("state", "State", 7, right=False),
     Column("name", "Queue", right=False),
-    Column("rate", "In/s", 7),
-    Column("out", "Out/s", 7),
-    Column("backlog", "Backlog", 9),
-    Column("oldest", "Oldest", 12),
-    Column("retries", "Retries", 9),
+    Column("rate", "In/s", 7, rank=1),
+    Column("out", "Out/s", 7, rank=4),
+    Column("backlog", "Backlog", 9, rank=2),
+    Column("oldest", "Oldest", 12, rank=3),
+    Column("retries", "Retries", 9, rank=5),
     Column("dead", "Dead", 8),
 )
+
+
+def fitting(columns: Sequence[Column], width: int | None) -> list[int]:
+    """Return the places of the columns that fit into a width; None is no limit."""
+    kept = list(range(len(columns)))
+    for at in sorted(kept, key=lambda n: -columns[n].rank):
+        needed = sum(columns[n].width or LEAST for n in kept)
+        if width is None or needed <= width or not columns[at].rank:
+            break
+        kept.remove(at)
+    return kept
 
 
 def count(value: float | None) -> str:
@@ -47,12 +67,11 @@ def count(value: float | None) -> str:
 
 
 def cells(queue: Figures) -> list[str]:
-    """Return the texts of a queue's row, in the order of COLUMNS."""
-    paused = queue.paused and queue.state != "fail"
+    """Return the texts of a queue's row, in the order of COLUMNS. A paused queue takes no message in."""
     return [
-        "paused" if paused else queue.state,
+        queue.state,
         visible(queue.name),
-        count(queue.rate),
+        "paused" if queue.paused else count(queue.rate),
         count(queue.out),
         count(queue.backlog),
         span(queue.oldest),

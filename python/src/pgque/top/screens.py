@@ -17,12 +17,14 @@ from ..cli.common import visible
 from ..cli.health import advice
 from ..errors import PgqueError, one_line
 from ..ops.overview import Figures, Row
-from ..ops.units import NOTHING, number, span
-from .columns import COLUMNS, Column, cells, count, ordered
+from ..ops.titles import KINDS
+from ..ops.units import NOTHING, number, readable, span
+from .columns import COLUMNS, LEAST, Column, cells, count, fitting, ordered
 from .state import State, plural
 
 MOST_SHOWN = 500  # queues in the table
 MOST_PROBLEMS = 5  # lines above the table
+MOST_OF_NAME = 24  # characters of a queue's name in a problem, so that the figures behind it have room
 SCROLLBAR = 2  # characters
 
 # What a table shows of a row: its key, and the texts.
@@ -40,9 +42,9 @@ def cut(text: str, width: int) -> str:
 
 def problem(row: Row, width: int, with_queue: bool = True) -> Text:
     """Return a failed check as one line of at most `width` characters."""
-    where = f"{visible(row['queue'])}: " if with_queue and row["queue"] is not None else ""
+    where = f"{cut(row['queue'], MOST_OF_NAME)}: " if with_queue and row["queue"] is not None else ""
     line = Text().append(row["status"].upper(), COLOURS[row["status"]])
-    line.append(f" {where}{row['check_name']}: {visible(row['detail'] or '')}")
+    line.append(f" {where}{row['check_name']}: {readable(visible(row['detail'] or ''))}")
     line.truncate(width, overflow="ellipsis")
     return line
 
@@ -53,6 +55,7 @@ class Grid(DataTable[Text]):
     def __init__(self, columns: Sequence[Column], id: str) -> None:
         super().__init__(id=id, cursor_type="row", cell_padding=0)
         self._wanted = columns
+        self._kept: list[int] = []
         self._layout: list[tuple[str, int]] = []
         self.keys: list[str] = []
 
@@ -67,16 +70,16 @@ class Grid(DataTable[Text]):
         self._lay_out(sorted_by)
         while self.row_count > len(found):
             self.remove_row(self.coordinate_to_cell_key(Coordinate(self.row_count - 1, 0)).row_key)
-        for at, (_, texts) in enumerate(found):
+        for row, (_, texts) in enumerate(found):
             new = [
-                self._cell(column, width, text)
-                for column, (_, width), text in zip(self._wanted, self._layout, texts, strict=True)
+                self._cell(self._wanted[at], width, texts[at])
+                for at, (_, width) in zip(self._kept, self._layout, strict=True)
             ]
-            if at == self.row_count:
+            if row == self.row_count:
                 self.add_row(*new)
                 continue
             for column, cell in enumerate(new):
-                place = Coordinate(at, column)
+                place = Coordinate(row, column)
                 if self.get_cell_at(place) != cell:
                     self.update_cell_at(place, cell)
         self.keys = [key for key, _ in found]
@@ -84,20 +87,23 @@ class Grid(DataTable[Text]):
             self.move_cursor(row=self.keys.index(chosen))
 
     def _lay_out(self, sorted_by: str) -> None:
-        fixed = sum(column.width for column in self._wanted)
-        flexible = sum(column.width == 0 for column in self._wanted)
-        left = max((self.app.size.width - SCROLLBAR - fixed) // max(flexible, 1), 8)
-        mark = {f"v{column.name}": "▼" for column in self._wanted}
-        mark |= {f"^{column.name}": "▲" for column in self._wanted}
+        room = self.app.size.width - SCROLLBAR
+        kept = fitting(self._wanted, room)
+        columns = [self._wanted[at] for at in kept]
+        fixed = sum(column.width for column in columns)
+        flexible = sum(column.width == 0 for column in columns)
+        left = max((room - fixed) // max(flexible, 1), LEAST)
+        mark = {f"v{column.name}": "▼" for column in columns}
+        mark |= {f"^{column.name}": "▲" for column in columns}
         layout = [
             (column.title + (mark[sorted_by] if sorted_by[1:] == column.name else ""), column.width or left)
-            for column in self._wanted
+            for column in columns
         ]
         if layout == self._layout:
             return
         self.clear(columns=True)
-        self._layout = layout
-        for column, (title, width) in zip(self._wanted, layout, strict=True):
+        self._kept, self._layout = kept, layout
+        for column, (title, width) in zip(columns, layout, strict=True):
             text = title.rjust(width) if column.right else title
             self.add_column(Text(text), width=width, key=column.name)
 
@@ -118,7 +124,7 @@ class Frame(Screen[None]):
     def __init__(self, state: State) -> None:
         super().__init__()
         self.state = state
-        self._writable = state.source.writable
+        self._offered = (state.source.writable, False)
 
     def on_mount(self) -> None:
         """Fill the screen."""
@@ -135,9 +141,7 @@ class Frame(Screen[None]):
     def show_frame(self, left: str, status: str = "") -> None:
         """Fill the first and the last line."""
         source, width = self.state.source, self.app.size.width
-        if self._writable != source.writable:  # a standby was promoted
-            self._writable = source.writable
-            self.refresh_bindings()
+        self.offer()
         right = "" if self.state.taken is None else f"{self.state.taken:%H:%M:%S}"
         if not source.writable:
             right = f"read only  {right}"
@@ -148,15 +152,37 @@ class Frame(Screen[None]):
         line.set_class(failed, "failed")
         line.update(Text(visible(text or status)))
 
+    def offer(self) -> None:
+        """Show the keys anew if others are offered now: for another queue, or since a standby was promoted."""
+        queue = self.chosen_queue()
+        offered = (self.state.source.writable, queue is not None and queue.paused)
+        if offered != self._offered:
+            self._offered = offered
+            self.refresh_bindings()
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer no change where nothing can be changed."""
-        return self.state.source.writable or action not in ("pause", "reclaim", "requeue", "requeue_all")
+        """Offer no change where nothing can be changed, and of pause and resume the one that changes something."""
+        if action in ("pause", "resume"):
+            queue = self.chosen_queue()
+            if (queue is not None and queue.paused) != (action == "resume"):
+                return False
+        return self.state.source.writable or action not in (
+            "pause",
+            "resume",
+            "reclaim",
+            "requeue",
+            "requeue_all",
+        )
 
     def action_pause(self) -> None:
-        """Pause or resume the queue with the cursor, or the one that is open."""
+        """Pause the queue with the cursor, or the one that is open."""
         queue = self.chosen_queue()
         if queue is not None:
             self.app.run_worker(self._pause(queue))
+
+    def action_resume(self) -> None:
+        """Resume that queue."""
+        self.action_pause()
 
     async def _pause(self, queue: Figures) -> None:
         name, paused = queue.name, not queue.paused
@@ -187,6 +213,7 @@ class Queues(Frame):
         Binding("S", "sort(-1)", "Sort by the column before", show=False),
         Binding("r", "reverse", "Reverse"),
         Binding("p", "pause", "Pause"),
+        Binding("p", "resume", "Resume"),
         Binding("exclamation_mark", "problems", "Problems", key_display="!"),
         Binding("escape", "all", "Show all", show=False),
     ]
@@ -227,6 +254,7 @@ class Queues(Frame):
         self.query_one("#problems", Static).update(self._problems())
         mark = ("v", "^")[self._backwards != (self._sorted_by == "name")]
         self.query_one(QueueGrid).fill(((q.name, cells(q)) for q in shown), mark + self._sorted_by)
+        self.offer()
 
     def _problems(self) -> Text:
         overview = self.state.overview
@@ -247,7 +275,12 @@ class Queues(Frame):
 
     def chosen_queue(self) -> Figures | None:
         """Return the queue with the cursor."""
-        return self.state.overview.queues.get(self.query_one(QueueGrid).chosen or "")
+        grids = list(self.query(QueueGrid))  # none before the screen is filled
+        return self.state.overview.queues.get(grids[0].chosen or "") if grids else None
+
+    def on_data_table_row_highlighted(self) -> None:
+        """Offer what can be done with the queue that has the cursor now."""
+        self.offer()
 
     def on_data_table_row_selected(self) -> None:
         """Open the queue with the cursor."""
@@ -298,28 +331,27 @@ class Queues(Frame):
 
 
 CONSUMERS = (
-    Column("consumer", "Consumer", right=False),
-    Column("lag", "Lag", 13),
-    Column("pending", "Messages", 10),
-    Column("seen", "Last seen", 13),
-    Column("batch", "  Batch", 9, right=False),
-    Column("role", "Role", 12, right=False),
+    Column("lag", "Oldest", 11),
+    Column("pending", "Pending", 10),
+    Column("seen", "Last seen", 11, rank=2),
+    Column("consumer", "  Consumer", right=False),
+    Column("batch", " Batch", 7, right=False, rank=3),
+    Column("role", " Kind", 19, right=False, rank=1),
 )
 WORKERS = (
-    Column("worker", "Worker", right=False),
-    Column("consumer", "Consumer", right=False),
-    Column("batches", "Batches", 8),
     Column("messages", "Messages", 9),
-    Column("since", "Since", 13),
-    Column("lease", "Lease left", 13),
+    Column("batches", "Batches", 9, rank=2),
+    Column("since", "Since", 11, rank=1),
+    Column("lease", "Lease expires in", 17),
+    Column("worker", "  Worker", right=False),
+    Column("consumer", "  Consumer", right=False),
 )
 REASONS = (
-    Column("reason", "Reason", right=False),
     Column("count", "Dead", 9),
-    Column("age", "Newest", 13),
-    Column("consumers", "  Consumers", 18, right=False),
+    Column("age", "Newest", 11),
+    Column("reason", "  Reason", right=False),
+    Column("consumers", "  Consumer", 18, right=False, rank=1),
 )
-ROLES = {"normal": "one reader", "pool": "workers", "coop_main": "main", "coop_member": "member"}
 
 
 class Queue(Frame):
@@ -329,6 +361,7 @@ class Queue(Frame):
         Binding("escape", "close", "Back"),
         Binding("tab", "app.focus_next", "Next"),
         Binding("p", "pause", "Pause"),
+        Binding("p", "resume", "Resume"),
         Binding("c", "reclaim", "Reclaim"),
         Binding("u", "requeue", "Requeue"),
         Binding("U", "requeue_all", "Requeue all"),
@@ -377,15 +410,15 @@ class Queue(Frame):
             return Text("There is no queue of this name now." if self.state.taken else "", "red")
         facts = [
             "paused" if queue.paused else "",
+            f"{count(queue.dead)} dead",
+            f"{count(queue.retries)} retries",
+            f"{count(queue.backlog)} backlog",
+            f"oldest {span(queue.oldest)}",
             f"in {count(queue.rate)}/s",
             f"out {count(queue.out)}/s",
-            f"backlog {count(queue.backlog)}",
-            f"oldest {span(queue.oldest)}",
-            f"retries {count(queue.retries)}",
-            f"dead {count(queue.dead)}",
         ]
         width = self.app.size.width
-        lines = [Text(cut(", ".join(fact for fact in facts if fact), width))]
+        lines = [Text(", ".join(fact for fact in facts if fact))]
         lines += [problem(row, width, with_queue=False) for row in queue.problems[:MOST_PROBLEMS]]
         return Text("\n").join(lines)
 
@@ -467,32 +500,32 @@ class Queue(Frame):
 def _consumer(row: Row) -> tuple[str, list[str]]:
     name: str = row["consumer_name"]
     return name, [
-        name,
         span(row["lag"]),
         count(row["pending_events"]),
         span(row["last_seen"]),
-        "  open" if row["open_batch"] else "",
-        ROLES.get(row["role"], row["role"] or ""),
+        name,
+        "open" if row["open_batch"] else "",
+        KINDS.get(row["role"], row["role"] or ""),
     ]
 
 
 def _worker(row: Row) -> tuple[str, list[str]]:
     return f"{row['consumer']}\0{row['worker']}", [
-        row["worker"],
-        row["consumer"],
-        count(row["batches"]),
         count(row["messages"]),
+        count(row["batches"]),
         span(row["last_seen"]),
         span(row["lease_left"]),
+        row["worker"],
+        row["consumer"],
     ]
 
 
 def _reason(row: Row) -> tuple[str, list[str]]:
     return row["reason"], [
-        row["reason"] or NOTHING,
         count(row["count"]),
         span(row["age"]),
-        f"  {row['consumers']}",
+        row["reason"] or NOTHING,
+        row["consumers"],
     ]
 
 
@@ -516,7 +549,7 @@ class Problems(Frame):
         for row in self.state.overview.problems:
             where = f"queue {visible(row['queue'])}, " if row["queue"] is not None else ""
             text.append(row["status"].upper(), COLOURS[row["status"]])
-            text.append(f" {where}{row['check_name']}\n     {visible(row['detail'] or '')}\n")
+            text.append(f" {where}{row['check_name']}\n     {readable(visible(row['detail'] or ''))}\n")
             for piece, command in advice(row["advice"]):
                 text.append(f"     {'$ ' if command else ''}{visible(piece)}\n", "bold" if command else "")
         self.query_one("#all", Static).update(text if text else Text("All is well.", "green"))

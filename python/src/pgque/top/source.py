@@ -16,13 +16,9 @@ from ..client.client import AsyncPgqueClient
 from ..client.connection import open_client
 from ..errors import PgqueConnectionError, PgqueError, from_psycopg
 from ..ops.overview import (
-    METRICS_ASKED,
-    METRICS_QUERY,
     MOST,
     MOST_READERS,
-    OWN_METRICS_QUERY,
-    OWN_PROBLEMS_QUERY,
-    PROBLEMS_QUERY,
+    OVERVIEW_QUERY,
     QUEUES_QUERY,
     READERS_QUERY,
     ROLE_QUERY,
@@ -31,9 +27,7 @@ from ..ops.overview import (
     Figures,
     History,
     Row,
-    add_metrics,
-    add_problems,
-    figures,
+    read,
 )
 
 if TYPE_CHECKING:
@@ -218,14 +212,12 @@ class Source:
     # -- what is asked -------------------------------------------------------------
 
     async def _overview(self, client: AsyncPgqueClient) -> Overview:
-        queues = figures(await _rows(client, QUEUES_QUERY, MOST))
-        reader = self.role["reader"]
-        problems = await _in_time(client, PROBLEMS_QUERY if reader else OWN_PROBLEMS_QUERY, MOST)
-        if problems is None:
+        rows = await _in_time(client, OVERVIEW_QUERY, MOST)
+        if rows is None:
+            _, queues = read(await _rows(client, QUEUES_QUERY, MOST))
             problems = [SLOW]
-        add_problems(queues, problems)
-        metrics = METRICS_QUERY if reader else OWN_METRICS_QUERY
-        add_metrics(queues, await _in_time(client, metrics, METRICS_ASKED) or [])
+        else:
+            problems, queues = read(rows)
         self._history.note(queues.values())
         return Overview(problems, queues)
 

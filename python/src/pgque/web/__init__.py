@@ -22,6 +22,7 @@ def app(
     read_only: bool = False,
     hide_payloads: bool = False,
     metrics_token: str = "",
+    max_connections: int | None = None,
 ) -> ASGIApp:
     """Return the web page of one or several databases as an ASGI application.
 
@@ -30,7 +31,8 @@ def app(
     `path_prefix` is the path below which a proxy serves the page. Leave it out where the application is
     mounted in another one. `read_only` refuses every change. `hide_payloads` shows neither payloads nor
     headers. `metrics_token` is the bearer token that /metrics asks for; without one only this machine itself
-    gets an answer.
+    gets an answer. `max_connections` is the most that all sessions together have to each database, by default
+    an eighth of the server's; half of them may be of one role.
     Raises PgqueBadArgumentError for a connection string that names no database, PgqueError without
     `pgque[web]`.
     """
@@ -43,6 +45,7 @@ def app(
             read_only=read_only,
             hide_payloads=hide_payloads,
             metrics_token=metrics_token,
+            max_connections=max_connections,
         )
     )
 

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from starlette.responses import Response
 
-from .page import Page
+from . import export
+from .page import END, SHOWN, Page
+
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
 
 PER_PAGE = 50
 FILTERS = ("type", "key", "consumer", "since", "until", "text")
+
+
+_LISTED = (
+    "select a.archive_id, a.msg_id, a.outcome, a.consumer_name, a.type, a.key, a.sent_at, a.archived_at,"
+    " a.receive_count, coalesce(octet_length(a.payload), octet_length(a.payload_bytes), 0) as payload_size,"
+    " left(a.payload, %(cut)s) as payload, substr(a.payload_bytes, 1, %(cut)s) as payload_bytes"
+    " from pgque.archive_list(%(queue)s, %(most)s, since => %(since)s::timestamptz,"
+    " until => %(until)s::timestamptz, only_type => %(type)s, only_key => %(key)s,"
+    " only_consumer => %(consumer)s, matching => %(text)s, before_id => %(before)s) as a"
+)
+
+
+REPLAY: LiteralString = "select pgque.archive_replay(%s)"
 
 
 def show(page: Page) -> Response:
@@ -15,19 +34,18 @@ def show(page: Page) -> Response:
     name = page.form.need("queue")
     filters = {key: page.form.get(key) for key in FILTERS}
     longer = bool(page.form.get("longer"))
-    rows = page.search(
-        "select a.archive_id, a.msg_id, a.outcome, a.consumer_name, a.type, a.key, a.sent_at, a.archived_at,"
-        " left(a.payload, 200) as payload, a.payload_bytes is not null as is_bytes"
-        " from pgque.archive_list(%(queue)s, %(most)s, since => %(since)s::timestamptz,"
-        " until => %(until)s::timestamptz, only_type => %(type)s, only_key => %(key)s,"
-        " only_consumer => %(consumer)s, matching => %(text)s, before_id => %(before)s) as a",
-        {
-            **page.filters(FILTERS),
-            "queue": name,
-            "before": page.form.number("before", 2**63 - 1),
-            "most": PER_PAGE,
-        },
-    )
+    asked = {**page.filters(FILTERS), "queue": name, "before": page.form.number("before", END)}
+    if export.wanted(page):
+        return export.answer(
+            page,
+            f"archive-{name}",
+            lambda most, last: page.search(
+                _LISTED,
+                {**asked, "most": most, "cut": export.CUT}
+                | ({} if last is None else {"before": last["archive_id"]}),
+            ),
+        )
+    rows = page.search(_LISTED, {**asked, "most": PER_PAGE, "cut": SHOWN})
     return page.shown(
         "archive.html",
         queue=name,
@@ -44,7 +62,7 @@ def show(page: Page) -> Response:
 
 def replay(page: Page) -> Response:
     """Send an archived message again."""
-    number = page.value("select pgque.archive_replay(%s)", [page.form.number("id")])
+    number = page.value(REPLAY, [page.form.number("id")])
     return page.done(
         f"Message {number} was sent to every consumer.", "/archive", queue=page.form.need("queue")
     )

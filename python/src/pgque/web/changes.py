@@ -92,8 +92,8 @@ def _lost_with_queue(page: Page) -> Facts:
         )
     }
     recurring = page.value(
-        "select count(*) from (select from pgque.list_recurring() as r where r.queue_name = %s limit %s) as r",
-        [name, MOST_COUNTED],
+        "select count(*) from pgque.list_recurring() as r where r.queue_name = %s",
+        [name],
     )
     return [
         ("Consumers", sum(row["role"] != "coop_member" for row in consumers)),
@@ -101,7 +101,7 @@ def _lost_with_queue(page: Page) -> Facts:
         ("Processing", figures.get("pgque_messages_in_flight", 0)),
         ("Retries", figures.get("pgque_queue_retries", 0)),
         ("Dead letters", figures.get("pgque_queue_dead_letters", 0)),
-        ("Recurring messages", at_most(recurring)),
+        ("Recurring messages", recurring),
     ]
 
 
@@ -164,7 +164,8 @@ def key_limits(page: Page, queue: str) -> dict[str, int] | None:
         return None
     rows = page.rows(
         "select c.co_name, s.sub_key_concurrency from pgque.subscriber as s"
-        " join pgque.consumer as c on c.co_id = s.sub_consumer join pgque.queue as q on q.queue_id = s.sub_queue"
+        " join pgque.consumer as c on c.co_id = s.sub_consumer join pgque.queue as q"
+        " on q.queue_id = s.sub_queue"
         " where q.queue_name = %s and s.sub_keyed and s.sub_main is null limit %s",
         [queue, MOST_COUNTED],
     )
@@ -228,7 +229,8 @@ _SCHEDULE = (
     Field("queue", "Queue", needed=True, words="queue not found"),
     Field("cron", "Schedule", "five fields of cron, six with seconds, or an interval such as 15 minutes",
           needed=True, words="schedule|cron"),
-    Field("timezone", "Time zone", "for example Europe/Berlin", default="UTC", needed=True, words="time zone"),
+    Field("timezone", "Time zone", "for example Europe/Berlin", default="UTC", needed=True,
+          words="time zone"),
     Field("type", "Type", default="default", needed=True),
     Field("kind", "Payload is", choices=PAYLOADS, default="text"),
     Field("payload", "Payload", rows=6, words="hexadecimal"),
@@ -382,8 +384,8 @@ CHANGES = (
         _to_first,
         _to_queue,
         about=("queue",),
-        text="The queue is removed with its messages, retries, dead letters and consumers. Programs that send to"
-        " it or receive from it fail with PQ001. This cannot be undone.",
+        text="The queue is removed with its messages, retries, dead letters and consumers. Programs that send"
+        " to it or receive from it fail with PQ001. This cannot be undone.",
         facts=_lost_with_queue,
         typed="queue",
         danger=True,
@@ -436,7 +438,7 @@ CHANGES = (
                 "key_concurrency, for workers; 1 keeps their order, empty is no limit",
                 words="key_concurrency",
             ),
-        ),  # fmt: skip
+        ),
         facts=_where_it_starts,
     ),
     Change(
@@ -456,7 +458,7 @@ CHANGES = (
                 "key_concurrency, for workers; 1 keeps their order, empty is no limit",
                 words="key_concurrency",
             ),
-        ),  # fmt: skip
+        ),
         text="Its position and its retries stay. When the kind changes, leased messages are redelivered."
         " Programs have to receive as the new kind does: with the name of a worker, or without.",
         current=_consumer_now,
@@ -508,8 +510,8 @@ CHANGES = (
         _revoked,
         _to_access,
         about=("queue", "role", "right"),
-        text="The next call of the role that needs this right is refused, unless it is a member of a role that"
-        " has the right.",
+        text="The next call of the role that needs this right is refused, unless it is a member of a role"
+        " that has the right.",
         danger=True,
     ),
     Change(

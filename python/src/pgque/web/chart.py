@@ -1,98 +1,149 @@
-"""Charts of the last hours: what was sent, from the ticks, and how far consumers lagged, from samples."""
+"""Charts of the last hours and days: messages sent, delivered, failed and given up, and the lag."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
-from ..ops.units import span
-from .page import Page
+from ..ops.units import number, span
+from .page import Page, Row
 
-HOURS = 3
-BUCKETS = 90
-WIDTH = timedelta(hours=HOURS) / BUCKETS  # of a bucket
+# Each range with its buckets. A sample a minute fills a bucket of three minutes, whenever the bucket begins.
+RANGES = {
+    "1h": ("1 hour", timedelta(hours=1), 20),
+    "6h": ("6 hours", timedelta(hours=6), 72),
+    "24h": ("24 hours", timedelta(hours=24), 72),
+    "7d": ("7 days", timedelta(days=7), 84),
+}
+RANGE = "6h"  # unless another one is asked for
+MARKS = 4  # times below a chart
 KEPT = 60.0  # seconds that viewers share a chart
 LIMIT = 3_000  # milliseconds after which a page does without it
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar of the picture: its place, its height in percent, and what it says."""
+    """One bar of the picture: its place, its height in percent, and what it says. None is a gap."""
 
     n: int
-    height: float
-    title: str
+    height: float | None
+    at: datetime
+    words: str
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
     """What the template needs to draw the picture."""
 
+    title: str
     bars: list[Bar]
     levels: list[str]  # labels from top to bottom
-    times: list[str]  # labels from left to right
+    times: list[datetime]  # labels from left to right
     summary: str
 
 
-def rates(page: Page, queues: Sequence[str]) -> Chart | None:
-    """Return the chart of how many messages a second were sent to these queues together.
+@dataclass(frozen=True, slots=True)
+class Charts:
+    """The charts of a page, with links to other ranges, and the consumers to choose from."""
 
-    None if it takes too long: while a queue is dropped, the tables of its ticks are locked.
+    charts: list[Chart] | None  # None: the database took too long
+    ranges: list[tuple[str, str, bool]]  # words, address, whether it is the one that is shown
+    days: bool  # whether the labels need the day
+    range: str
+    consumers: list[str]
+    consumer: str
+
+
+def shown(page: Page, queue: str | None = None, consumers: Sequence[str] = (), seen_by: str = "") -> Charts:
+    """Return the charts of a queue, of the one of its consumers that is asked for, or of all queues.
+
+    The page's fields `range` and `consumer` choose. `seen_by` tells roles apart that see different queues.
+    Raises PgqueConsumerNotFoundError.
     """
+    wanted = page.form.get("range", RANGE)
+    if wanted not in RANGES:
+        wanted = RANGE
+    consumer = page.form.get("consumer") if queue is not None else ""
+
+    def taken() -> list[Chart] | None:
+        return _taken(page, wanted, queue, consumer)
+
+    key = f"charts {wanted} {seen_by} {queue!r} {consumer!r}"
+    charts = page.site.samples.get(page.session.database, key, taken, KEPT)
+    others = {name: value for name, value in page.form.fields if name != "range"}
+    path = page.request.scope["pgque.path"]
+    return Charts(
+        charts,
+        [(RANGES[key][0], page.url(path, **others, range=key), key == wanted) for key in RANGES],
+        RANGES[wanted][1] > timedelta(days=1),
+        wanted,
+        list(consumers),
+        consumer,
+    )
+
+
+def _taken(page: Page, wanted: str, queue: str | None, consumer: str) -> list[Chart] | None:
+    words, since, buckets = RANGES[wanted]
     rows = page.within(
         LIMIT,
-        "select r.n, sum(r.events)::float8 as events from unnest(%s::text[]) as q (name)"
-        " cross join lateral pgque.queue_rates(q.name, %s, %s) with ordinality as r (start_at, events, n)"
-        " group by r.n order by r.n",
-        [list(queues), timedelta(hours=HOURS), BUCKETS],
+        "select h.* from pgque.history(%s, %s, %s, %s) as h order by h.start_at",
+        [queue, consumer or None, since, buckets],
     )
     if rows is None:
         return None
-    values = [row["events"] / WIDTH.total_seconds() for row in rows]
-    return drawn(page.value("select pgque.clock()"), values, lambda rate: f"{_short(rate)} a second")
+    width = since / buckets
+    seconds = width.total_seconds()
+
+    def rate(column: str) -> Iterable[float | None]:
+        return (None if row[column] is None else row[column] / seconds for row in rows)
+
+    def each(value: float) -> str:
+        return f"{number(value)} a second"
+
+    found = [
+        drawn("Sent, messages a second", words, rows, width, rate("sent"), each),
+        drawn("Delivered, messages a second", words, rows, width, rate("delivered"), each),
+    ]
+    if queue is not None:
+        found += [
+            drawn("Failed deliveries", words, rows, width, (row["failed"] for row in rows), number),
+            drawn("Messages given up", words, rows, width, (row["dead"] for row in rows), number),
+            drawn("Oldest pending, seconds", words, rows, width, (row["lag_seconds"] for row in rows), span),
+        ]
+    return found
 
 
-def lags(page: Page, queue: str) -> Chart | None:
-    """Return the chart of the age of the oldest pending message of a queue, or None without samples.
-
-    None too if it takes too long.
-    """
-    now: datetime = page.value("select pgque.clock()")
-    rows = page.within(
-        LIMIT,
-        "select floor(extract(epoch from %(now)s - l.at) / %(width)s)::int as back, max(l.lag_seconds) as lag"
-        " from pgque.consumer_lags(%(queue)s, null, %(since)s) as l group by 1 limit %(most)s",
-        {
-            "now": now,
-            "width": WIDTH.total_seconds(),
-            "queue": queue,
-            "since": timedelta(hours=HOURS),
-            "most": 2 * BUCKETS,
-        },
-    )
-    if not rows:
-        return None
-    found = {BUCKETS - 1 - row["back"]: row["lag"] for row in rows}
-    return drawn(now, [found.get(n, 0.0) for n in range(BUCKETS)], span)
-
-
-def drawn(now: datetime, values: Sequence[float], words: Callable[[float], str]) -> Chart:
-    """Return a chart of values, one a bucket, the last of which ends now; `words` tells a value."""
-    highest = max(values, default=0.0)
+def drawn(
+    title: str,
+    words: str,
+    rows: Sequence[Row],
+    width: timedelta,
+    values: Iterable[float | None],
+    say: Callable[[float], str],
+) -> Chart:
+    """Return a chart of values, one a bucket; None is one that was not sampled. `say` tells a value."""
+    points = list(values)
+    known = [value for value in points if value is not None]
+    highest = max(known, default=0.0)
     top = _round_up(highest)
-    bars = []
-    for n, value in enumerate(values):
-        until = now - (len(values) - 1 - n) * WIDTH
-        title = f"{until - WIDTH:%H:%M} to {until:%H:%M} UTC: {words(value)}"
-        bars.append(Bar(n, round(100 * value / top, 2), title))
-    times = [f"{now - timedelta(hours=back):%H:%M}" for back in range(HOURS, -1, -1)]
-    last = values[-1] if values else 0.0
-    summary = (
-        f"The last {HOURS} hours, times in UTC. {words(last)} in the last"
-        f" {WIDTH.total_seconds() / 60:.0f} min, {words(highest)} at most."
-    )
-    return Chart(bars, [_short(top * part) for part in (1, 0.5, 0)], times, summary)
+    bars = [
+        Bar(
+            n,
+            None if value is None else round(100 * value / top, 2),
+            row["start_at"].astimezone(timezone.utc),
+            f"{span(width)}: {'no sample' if value is None else say(value)}",
+        )
+        for n, (row, value) in enumerate(zip(rows, points, strict=True))
+    ]
+    start = bars[0].at
+    times = [start + len(bars) * width * n / (MARKS - 1) for n in range(MARKS)]
+    last = "no sample" if points[-1] is None else say(points[-1])
+    summary = f"The last {words}: {last} in the last {span(width)}, {say(highest)} at most."
+    missing = len(points) - len(known)
+    if missing:
+        summary += f" No samples for {span(missing * width)}."
+    return Chart(title, bars, [number(top * part) for part in (1, 0.5, 0)], times, summary)
 
 
 def _round_up(value: float) -> float:
@@ -103,7 +154,3 @@ def _round_up(value: float) -> float:
             if value <= step * factor:
                 return step * factor
         step *= 10
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.3g}"

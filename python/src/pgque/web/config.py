@@ -37,12 +37,15 @@ class Config:
     change_timeout: int = 60  # a purge may wait for locks
     sample_period: int = 10  # all viewers share figures that are not older
     most_sessions: int = 100
+    max_connections: int | None = None  # to each database; by default a share of what its server has
     most_bytes: int = 2 * 1024 * 1024  # of a request
 
     def __post_init__(self) -> None:
         prefix = self.path_prefix
         if prefix and (not prefix.startswith("/") or prefix.endswith("/") or "//" in prefix):
             raise PgqueBadArgumentError(f"not a path prefix: {prefix!r}", hint="Write it as in /pgque.")
+        if self.max_connections is not None and self.max_connections < 2:
+            raise PgqueBadArgumentError("max_connections must be at least 2")
 
 
 def databases(dsns: Sequence[str]) -> tuple[Database, ...]:

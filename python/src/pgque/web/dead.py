@@ -10,8 +10,9 @@ import psycopg
 from starlette.responses import Response
 
 from ..errors import PgqueBadArgumentError, from_psycopg
+from . import export
 from .jobs import Call, Job, More
-from .page import Form, Page, Row, own
+from .page import SHOWN, Form, Page, Row, own
 
 if TYPE_CHECKING:
     from typing_extensions import LiteralString
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 LOOKED = 10_000  # dead letters that are taken at once, and that a filter counts
 PER_PAGE = 50
 MOST_GROUPS = 50
-COUNTED = 200_000  # dead letters that dlq_reasons() counts
+COUNTED = 10_000  # newest dead letters whose reasons are counted
 OLD_COUNTED = 100_000  # dead letters that are counted before old ones are deleted
 SOON = 3.0  # seconds within which the result is shown without a page of its own
 STATEMENT = 60  # seconds for one message of a job
@@ -35,6 +36,12 @@ from pgque.dlq_inspect(%(queue)s, %(looked)s, reason => %(reason)s, only_type =>
   only_consumer => %(consumer)s, since => %(since)s::timestamptz, until => %(until)s::timestamptz,
   matching => %(text)s, before_id => %(before)s) as d
 """
+
+_LISTED: LiteralString = (
+    "select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_type, d.consumer_name, d.dl_held, d.receive_count,"
+    " d.payload_size, left(d.ev_data, %(cut)s) as ev_data, substr(d.ev_bytes, 1, %(cut)s) as ev_bytes"
+    + _INSPECTED
+)
 
 _CHOSEN: LiteralString = "select d.dl_id " + _INSPECTED + " order by d.dl_id"
 
@@ -69,8 +76,8 @@ def _groups(page: Page, name: str) -> list[Row]:
         return page.rows(
             "select r.reason, r.consumer_name as consumer, r.dead_letters as n, r.held, r.newest,"
             " count(*) over () as groups, sum(r.dead_letters) over () as total"
-            " from pgque.dlq_reasons(%s) as r limit %s",
-            [name, MOST_GROUPS],
+            " from pgque.dlq_reasons(%s, %s) as r limit %s",
+            [name, COUNTED, MOST_GROUPS],
         )
 
     if not page.may("admin", name):
@@ -82,13 +89,19 @@ def show(page: Page) -> Response:
     """Show the dead letters of a queue by reason, and those that match a filter."""
     asked = _parameters(page)
     name = page.form.need("queue")
+    if export.wanted(page):
+        return export.answer(
+            page,
+            f"dead-letters-{name}",
+            lambda most, last: page.search(
+                _LISTED,
+                {**asked, "looked": most, "cut": export.CUT}
+                | ({} if last is None else {"before": last["dl_id"]}),
+            ),
+        )
     groups = _groups(page, name)
     longer, matching = bool(page.form.get("longer")), groups[0]["total"] if groups else 0
-    letters = page.search(
-        "select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_type, d.consumer_name, d.dl_held,"
-        " left(d.ev_data, 200) as ev_data, d.ev_bytes is not null as is_bytes" + _INSPECTED,
-        {**asked, "looked": PER_PAGE},
-    )
+    letters = page.search(_LISTED, {**asked, "looked": PER_PAGE, "cut": SHOWN})
     filtered = any(page.form.get(key) for key in FILTERS)
     if filtered and letters is not None:
         counted = page.search(
@@ -100,6 +113,7 @@ def show(page: Page) -> Response:
         "dead.html",
         queue=name,
         groups=groups,
+        counted=COUNTED if groups and groups[0]["total"] >= COUNTED else None,
         groups_left=(groups[0]["groups"] - len(groups)) if groups else 0,
         letters=letters or [],
         stopped=letters is None,
@@ -225,7 +239,7 @@ def _calls(page: Page, verb: str) -> Callable[[], AbstractContextManager[tuple[C
 
     @contextmanager
     def opened() -> Iterator[tuple[Call, More]]:
-        with connections.take(False, STATEMENT) as connection:
+        with connections.take(False, STATEMENT, lasting=True) as connection:
 
             def call(number: int) -> None:
                 try:

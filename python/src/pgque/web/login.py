@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import secrets
+import time
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
@@ -16,6 +19,8 @@ from .sessions import Session
 log = logging.getLogger("pgque.web")
 
 MOST_USER = 200  # characters of a name that are looked at; a role's has at most 63 bytes
+LOGIN_WAIT = 10.0  # seconds that a login waits for others that run
+LOGIN_POLL = 0.05  # seconds between checks
 
 
 def show(
@@ -38,28 +43,45 @@ def show(
     return answer
 
 
-def log_in(site: shared.Shared, request: Request, form: Form, before: Session | None) -> Response:
-    """Begin a session if the database accepts user and password."""
-    following, user = form.get("next"), form.get("user")[:MOST_USER]
+async def log_in(site: shared.Shared, request: Request, form: Form, before: Session | None) -> Response:
+    """Begin a session if the database accepts user and password.
+
+    A login waits here for its turn, where it keeps no thread from those who are logged in.
+    """
+    user = form.get("user")[:MOST_USER]
     client = request.client.host if request.client else ""
-    wait = site.attempts.begin(client, user)
+    until = time.monotonic() + LOGIN_WAIT
+    while (wait := site.attempts.wait(client, user)) == 0 and not site.attempts.begin(client, user):
+        if time.monotonic() > until:
+            busy = "Too many logins run at once. Try again in a few seconds."
+            return show(site, request, form.get("next"), error=busy, status=503)
+        await asyncio.sleep(LOGIN_POLL)
     if wait > 0:
-        return show(
-            site,
-            request,
-            following,
-            error=f"Too many failed logins. Try again in {math.ceil(wait / 60)} min.",
-            status=429,
-        )
-    wanted = form.number("database", 0)
-    if not 0 <= wanted < len(site.config.databases):
-        wanted = 0
-    chosen = site.config.databases[wanted]
+        error = f"Too many failed logins. Try again in {math.ceil(wait / 60)} min."
+        return show(site, request, form.get("next"), error=error, status=429)
+    return await run_in_threadpool(_log_in, site, request, form, before, client, user)
+
+
+def _log_in(
+    site: shared.Shared, request: Request, form: Form, before: Session | None, client: str, user: str
+) -> Response:
+    following = form.get("next")
     try:
-        connections = database.log_in(chosen, user, form.get("password"), site.config.statement_timeout)
+        wanted = form.number("database", 0)
+        if not 0 <= wanted < len(site.config.databases):
+            wanted = 0
+        chosen = site.config.databases[wanted]
+        connections = database.log_in(
+            site.lenders[chosen], chosen, user, form.get("password"), site.config.statement_timeout
+        )
+        site.attempts.succeeded(client, user)
     except database.LoginRefusedError as refused:
-        return show(site, request, following, error=str(refused), status=401)
-    site.attempts.succeeded(client, user)
+        if isinstance(refused, database.WrongPasswordError):
+            site.attempts.failed(client, user)
+        status = 503 if isinstance(refused, database.UnreachableError) else 401
+        return show(site, request, following, error=str(refused), status=status)
+    finally:
+        site.attempts.end(client, user)
     if before is not None:
         site.sessions.end(before)
     try:

@@ -4,40 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 
 from markupsafe import Markup, escape
 
 from ..cli.common import visible
-from ..ops.units import NOTHING, number, size, span
+from ..ops import units
+from ..ops.problems import of
+from ..ops.units import NOTHING, number, readable, size, span
 
 SHORT = 120  # characters of a text in a table
+LEAST_SHARED = 12  # characters that all payloads of a list share: fewer are shown in each row
 MOST_SHOWN = 200_000  # characters, or bytes, of a payload on its page
-
-# A time, or a length of time, as PostgreSQL writes them
-_TIME = re.compile(
-    r"(?P<date>\d{4}-\d\d-\d\d) (?P<time>\d\d:\d\d:\d\d)(?:\.\d+)?(?P<zone>[+-]\d\d(?::\d\d)?)"
-    r"|(?:(?P<days>\d{1,6}) days? )?\b(?P<hours>\d\d{1,5}:\d\d:\d\d)(?:\.\d+)?\b",
-    re.ASCII,
-)
-_QUOTED = r"'(?:[^']|'')*'"
-# What a check advises in SQL, and the buttons that do it
-_BUTTONS = (
-    (re.compile(rf"select pgque\.resume\({_QUOTED}\)"), "press Resume sending on the page of the queue"),
-    (
-        re.compile(
-            rf"Read the reasons: select \* from pgque\.dlq_inspect\({_QUOTED}\)\. When the cause is mended: "
-            rf"select pgque\.dlq_requeue_all\({_QUOTED}\)"
-        ),
-        "open the dead letters, then requeue, replay or delete them",
-    ),
-    (
-        re.compile(rf"select pgque\.alter_queue\({_QUOTED}, '{{\"(\w+)\": \"?([^\"}}]*)\"?}}'\)"),
-        r"set \1 to \2 on the page of the queue",
-    ),
-)
 
 
 def moment(value: datetime | None, zone: str = " UTC") -> Markup:
@@ -45,9 +26,7 @@ def moment(value: datetime | None, zone: str = " UTC") -> Markup:
     if value is None:
         return escape(NOTHING)
     at = value.astimezone(timezone.utc)
-    return Markup('<time datetime="{}">{}{}</time>').format(
-        at.isoformat(), at.strftime("%Y-%m-%d %H:%M:%S"), zone
-    )
+    return Markup('<time datetime="{}">{}{}</time>').format(at.isoformat(), units.moment(at), zone)
 
 
 def plain(value: object) -> str:
@@ -68,6 +47,31 @@ def short(value: object) -> Markup:
     return text(whole if len(whole) <= SHORT else whole[: SHORT - 1] + "…")
 
 
+def shared(rows: Iterable[dict[str, object]], column: str) -> str:
+    """Return the text with which the payloads of all rows begin, if it is worth showing once instead.
+
+    It ends with a character that is no part of a word, a number or an accent, so that none is cut.
+    """
+    texts = [str(row[column]) for row in rows if row[column] is not None]
+    if len(texts) < 2 or len(set(texts)) < 2:
+        return ""
+    prefix, other = min(texts), max(texts)  # what these two begin with all others begin with
+    end = next((n for n, (a, b) in enumerate(zip(prefix, other, strict=False)) if a != b), len(prefix))
+    while end and (
+        prefix[end - 1].isalnum()
+        or prefix[end - 1] == "\\"
+        or any(unicodedata.combining(text[end]) for text in texts if len(text) > end)
+    ):
+        end -= 1
+    return prefix[:end] if end >= LEAST_SHARED else ""
+
+
+def after(value: object, prefix: str) -> str:
+    """Return a payload with … for what all of its list begin with."""
+    whole = "" if value is None else str(value)
+    return f"…{whole[len(prefix) :]}" if prefix and whole.startswith(prefix) else whole
+
+
 def payload(row: dict[str, object]) -> dict[str, str]:
     """Return kind (JSON, text, bytes or none) and text of a message's payload, or of its start."""
     raw, whole = row["payload_bytes"], row["payload"]
@@ -82,35 +86,14 @@ def payload(row: dict[str, object]) -> dict[str, str]:
     return {"kind": "text", "text": shown}
 
 
-def _moment(found: re.Match[str]) -> str:
-    zone = found["zone"] if ":" in found["zone"] else f"{found['zone']}:00"
-    at = datetime.fromisoformat(f"{found['date']} {found['time']}{zone}").astimezone(timezone.utc)
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _length(found: re.Match[str]) -> str:
-    hours, minutes, seconds = found["hours"].split(":")
-    return span(timedelta(int(found["days"] or 0), int(seconds), hours=int(hours), minutes=int(minutes)))
-
-
 def detail(value: str | None) -> Markup:
     """Return what a check found, with the times and lengths of time as the page writes them."""
-
-    def written(found: re.Match[str]) -> str:
-        try:
-            return _moment(found) if found["zone"] else _length(found)
-        except (ValueError, OverflowError):  # it is a text of a user
-            return found[0]
-
-    return text(_TIME.sub(written, value or ""))
+    return text(readable(value or ""))
 
 
-def advice(value: str | None) -> Markup:
-    """Return the advice of a check: buttons of the page in place of the SQL that does the same."""
-    shown = value or ""
-    for statement, words in _BUTTONS:
-        shown = statement.sub(words, shown)
-    return text(shown)
+def advice(problem: dict[str, object]) -> Markup:
+    """Return what to do about a problem: the words for the page that mends it, or the advice of the check."""
+    return text(of(problem).words or problem["advice"])
 
 
 def as_json(value: object, indent: int | None = 2) -> str:
@@ -126,8 +109,11 @@ FILTERS: dict[str, Callable[..., object]] = {
     "text": text,
     "plain": plain,
     "short": short,
+    "shared": shared,
+    "after": after,
     "payload": payload,
     "as_json": as_json,
     "detail": detail,
     "advice": advice,
+    "kind": of,
 }

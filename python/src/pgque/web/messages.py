@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from ..errors import PgqueMessageNotFoundError
+from ..errors import PgqueBadArgumentError, PgqueError, PgqueMessageNotFoundError
+from . import archive, export
 from .change import Statement
-from .look import MOST_SHOWN
-from .page import Page, Row
+from .look import MOST_SHOWN, payload
+from .page import END, SHOWN, Page, Row
+
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
 
 LOOKED = 2_000  # next messages that a page looks at for a role that may not list all
 PER_PAGE = 50
-MOST_LETTERS = 10_000  # newest dead letters whose reasons are looked for
 LIVE = ("pending", "processing", "delayed", "retry", "expired")
 STATES = (*LIVE, "dead", "failed", "archived")
 
+
 # What a list shows of a payload; the page of one message shows more of it.
 _COLUMNS = """
-m.msg_id, m.consumer_name, m.status, m.type, left(m.payload, 200) as payload,
-m.payload_bytes is not null as is_bytes, m.key, m.created_at, m.receive_count, m.last_error
+m.msg_id, m.consumer_name, m.status, m.type, m.key, m.created_at, m.receive_count, m.last_error,
+coalesce(octet_length(m.payload), octet_length(m.payload_bytes), 0) as payload_size,
+left(m.payload, %(cut)s) as payload, substr(m.payload_bytes, 1, %(cut)s) as payload_bytes
 """
 
-# After the id 0 a message has all its rows on one page, so a page may have a few more.
+# A message has all its rows on one page, so a page may have a few more.
 _LISTED = (
     "select "
     + _COLUMNS
     + """
 from pgque.list_messages(%(queue)s, %(status)s, %(most)s, %(type)s, %(key)s, %(consumer)s,
-  %(since)s::timestamptz, %(until)s::timestamptz, %(text)s, %(after)s) as m
+  %(since)s::timestamptz, %(until)s::timestamptz, %(text)s, null, %(before)s) as m
 """
 )
 
-_PEEKED = (
+PEEKED = (
     "select "
     + _COLUMNS
     + """
@@ -45,8 +52,8 @@ where (%(type)s::text is null or m.type = %(type)s) and (%(key)s::text is null o
   and (%(until)s::timestamptz is null or m.created_at < %(until)s::timestamptz)
   and (%(text)s::text is null
     or strpos(lower(concat_ws(' ', m.payload, m.headers::text, m.last_error)), lower(%(text)s)) > 0)
-  and m.msg_id > %(after)s
-order by m.msg_id limit %(most)s
+  and m.msg_id < %(before)s
+order by m.msg_id desc limit %(most)s
 """
 )
 
@@ -71,9 +78,21 @@ def show(page: Page) -> Response:
     admin = page.may("admin", name)
     filters = {key: form.get(key) for key in FILTERS}
     asked = page.filters(FILTERS)
-    asked |= {"queue": name, "after": form.number("after", 0), "most": PER_PAGE, "looked": LOOKED}
+    asked |= {"queue": name, "before": form.number("before", END), "most": PER_PAGE, "looked": LOOKED}
+    asked["cut"] = SHOWN
+    query = _LISTED if admin else PEEKED
+    if export.wanted(page):
+        return export.answer(
+            page,
+            f"messages-{name}",
+            lambda most, last: page.search(
+                query,
+                {**asked, "cut": export.CUT, "most": most}
+                | ({} if last is None else {"before": last["msg_id"]}),
+            ),
+        )
     longer = bool(form.get("longer"))
-    rows = page.search(_LISTED, asked) if admin else page.rows(_PEEKED, asked)
+    rows = page.search(query, asked)
     return page.shown(
         "messages.html",
         queue=name,
@@ -85,7 +104,7 @@ def show(page: Page) -> Response:
         is_admin=admin,
         filters=filters,
         filtered=any(filters.values()),
-        after=form.get("after"),
+        before=form.get("before"),
         following=rows[-1]["msg_id"] if rows and len(rows) >= PER_PAGE else None,
         may_send=page.may_change("produce", name),
     )
@@ -97,18 +116,167 @@ def show_one(page: Page) -> Response:
     asked: dict[str, object] = {"queue": name, "id": number, "most": MOST_SHOWN, "looked": LOOKED}
     admin = page.may("admin", name)
     states, message = _found(page, asked) if admin else _found_by_consumer(page, asked)
+    history = _history(page, name, number) if admin else []
     return page.shown(
         "message.html",
-        status=200 if states else 404,
+        status=200 if states or history else 404,
         queue=name,
         number=number,
         states=states,
         message=message,
-        letters=_letters(page, name, states) if admin else [],
+        history=history,
+        letters=[_letter(page, name, row["dl_id"]) for row in states if row["dl_id"]] if admin else [],
+        archived=[row["number"] for row in history if row["event"] == "archived"],
         most_shown=MOST_SHOWN,
         trace=_trace(message.get("headers")),
         may_admin=page.may_change("admin", name),
         may_cancel=any(row["status"] in LIVE for row in states),
+    )
+
+
+# What is done for one consumer: title, call, meaning, what was done, and what is said if nothing was.
+_DEEDS: dict[str, tuple[str, LiteralString, str, str, str]] = {
+    "retry": (
+        "Retry now",
+        "select pgque.retry_now(%(queue)s, %(consumer)s, %(id)s)",
+        "The message can be received at once, instead of at the end of its wait.",
+        "is due now",
+        "is not in state retry",
+    ),
+    "release": (
+        "Release the lease",
+        "select pgque.reclaim(%(queue)s, %(consumer)s, msg_id => %(id)s)",
+        "Another worker may receive the message at once, although this worker may still work on it."
+        " Its outcome for this delivery does not count. The rest of its batch stays with it.",
+        "was released and is redelivered at once",
+        "is with no worker",
+    ),
+}
+
+
+def ask(page: Page) -> Response:
+    """Ask before something is done with one message, or an archived one is replayed."""
+    name, number, deed = page.form.need("queue"), page.form.number("id"), page.form.need("action")
+    facts: list[tuple[str, object]] = [("Message", str(number))]
+    fields: list[tuple[str, object]] = [("queue", name)]
+    statement: Statement
+    if deed == "replay":
+        title, meaning, action = "Replay", "It is sent as a new message to every consumer.", "/archive/replay"
+        archived = page.form.number("archive_id")
+        statement = archive.REPLAY, [archived]
+        fields.append(("id", archived))
+        facts.append(("In the archive", str(archived)))
+    else:
+        consumer = page.form.need("consumer")
+        title, call, meaning, _, _ = _deed(deed)
+        action = "/message/do"
+        statement = call, {"queue": name, "consumer": consumer, "id": number}
+        fields += [("id", number), ("action", deed), ("consumer", consumer)]
+        facts.append(("Consumer", consumer))
+    return page.shown(
+        "confirm.html",
+        queue=name,
+        title=f"{title}: message {number}?",
+        facts=facts,
+        text=meaning,
+        sql=page.sql(*statement),
+        action=action,
+        fields=fields,
+        button=title,
+        danger=False,
+        allowed=page.may_change("admin", name),
+        back=("/message", {"queue": name, "id": number}),
+    )
+
+
+def do(page: Page) -> Response:
+    """Do something with one message for one consumer."""
+    name, number, consumer = page.form.need("queue"), page.form.number("id"), page.form.need("consumer")
+    _, call, _, done, not_done = _deed(page.form.need("action"))
+    count = page.value(call, {"queue": name, "consumer": consumer, "id": number})
+    if not count:
+        page.session.flash(
+            "error", f"Nothing was changed: message {number} {not_done} of consumer {consumer}."
+        )
+        return page.go("/message", queue=name, id=number)
+    return page.done(f"Message {number} {done}.", "/message", queue=name, id=number)
+
+
+def _deed(deed: str) -> tuple[str, LiteralString, str, str, str]:
+    if deed not in _DEEDS:
+        raise PgqueBadArgumentError(f"no such action: {deed[:50]!r}")
+    return _DEEDS[deed]
+
+
+def ask_edit(page: Page) -> Response:
+    """Show the form to edit a dead letter."""
+    letter = _editable(page)
+    return _edit_form(page, letter, "")
+
+
+def edit(page: Page) -> Response:
+    """Requeue a dead letter as edited; after an error show the form again, with what was typed."""
+    letter = _editable(page)
+    form, name = page.form, page.form.need("queue")
+    # A browser ends the lines of a form with CR LF. What was not edited stays as it is, byte by byte.
+    payload = form.get("payload").replace("\r\n", "\n")
+    same = payload == (letter["ev_data"] or "").replace("\r\n", "\n")
+    asked = {
+        "dl": letter["dl_id"],
+        "payload": None if same else payload,
+        "type": form.get("type") if form.get("type") != (letter["ev_type"] or "") else None,
+        "headers": form.get("headers") or "{}",
+    }
+    if letter["ev_headers"] is None and asked["headers"] == "{}":
+        asked["headers"] = None
+    try:
+        # A form that says JSON is checked by the server, as a send is.
+        json_text = form.get("kind") == "json" and not same
+        number = page.value(
+            "select pgque.dlq_edit(%(dl)s, %(payload)s::jsonb::text, %(type)s, %(headers)s::jsonb)"
+            if json_text
+            else "select pgque.dlq_edit(%(dl)s, %(payload)s, %(type)s, %(headers)s::jsonb)",
+            asked,
+        )
+    except PgqueError as error:
+        return _edit_form(page, letter, str(error))
+    return page.done(
+        f"Message {number} was edited and requeued. The archive has it as it was.",
+        "/message",
+        queue=name,
+        id=number,
+    )
+
+
+def _editable(page: Page) -> Row:
+    """Return a dead letter whose whole payload is text that a form can show."""
+    name, number = page.form.need("queue"), page.form.number("dl_id")
+    if page.hides_payloads:
+        raise PgqueBadArgumentError("payloads are hidden, so this page does not edit them")
+    letter = _letter(page, name, number)
+    if letter["dl_time"] is None:
+        raise PgqueMessageNotFoundError(f"not a dead letter of the queue: {number}")
+    if not letter["editable"]:
+        raise PgqueBadArgumentError(
+            f"the payload of message {letter['ev_id']} is bytes, or too large for a form",
+            hint="Requeue or replay it, or call pgque.dlq_edit().",
+        )
+    return letter
+
+
+def _edit_form(page: Page, letter: Row, error: str) -> Response:
+    form, data = page.form, letter["ev_data"] or ""
+    headers = "" if letter["ev_headers"] is None else json.dumps(letter["ev_headers"], ensure_ascii=False)
+    before = {"type": letter["ev_type"] or "", "payload": data, "headers": headers}
+    before["kind"] = "json" if payload({"payload": data, "payload_bytes": None})["kind"] == "JSON" else "text"
+    return page.shown(
+        "edit.html",
+        status=400 if error else 200,
+        queue=form.need("queue"),
+        error=error,
+        letter=letter,
+        values={key: form.get(key) for key in before} if error else before,
+        may_admin=page.may_change("admin", form.need("queue")),
     )
 
 
@@ -173,21 +341,24 @@ def _found_by_consumer(page: Page, asked: dict[str, object]) -> tuple[list[Row],
     )
 
 
-def _letters(page: Page, name: str, states: list[Row]) -> list[Row]:
-    """Return the dead letters among the states, with their reason if they are among the newest."""
-    dead = [row for row in states if row["dl_id"] is not None]
-    if not dead:
+def _history(page: Page, name: str, number: int) -> list[Row]:
+    """Return what is known of a message, the oldest first."""
+    try:
+        return page.rows("select h.* from pgque.message_history(%s, %s) as h limit 200", [name, number])
+    except PgqueMessageNotFoundError:
         return []
-    known = {
-        row["dl_id"]: row
-        for row in page.rows(
-            "select d.dl_id, d.dl_time, d.dl_reason from pgque.dlq_inspect(%s, %s) as d"
-            " where d.dl_id = any (%s)",
-            [name, MOST_LETTERS, [row["dl_id"] for row in dead]],
-        )
-    }
-    unknown: Row = {"dl_time": None, "dl_reason": None}
-    return [{**row, **known.get(row["dl_id"], {**unknown, "dl_reason": row["last_error"]})} for row in dead]
+
+
+def _letter(page: Page, name: str, dl_id: int) -> Row:
+    """Return one dead letter; without a time if it is none any more."""
+    found = page.one(
+        "select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_type, d.consumer_name, d.ev_headers,"
+        " left(d.ev_data, %(most)s) as ev_data,"
+        " d.ev_bytes is null and coalesce(length(d.ev_data), 0) <= %(most)s as editable"
+        " from pgque.dlq_inspect(%(queue)s, 1, before_id => %(below)s) as d where d.dl_id = %(dl)s",
+        {"queue": name, "dl": dl_id, "below": min(dl_id, END - 1) + 1, "most": MOST_SHOWN},
+    )
+    return found or {"dl_id": dl_id, "dl_time": None}
 
 
 def _trace(headers: object) -> str:

@@ -1,35 +1,29 @@
-"""The first page: what is wrong, and all queues."""
+"""The first page: the state of all queues, each of them, and what is wrong."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from ..errors import PgqueError, PgquePermissionDeniedError, PgqueQueueNotFoundError
+from ..errors import PgqueError
 from ..ops.overview import (
-    METRICS,
-    METRICS_ASKED,
-    METRICS_QUERY,
     MOST,
-    ONE_METRICS_QUERY,
-    ONE_PROBLEMS_QUERY,
-    OWN_METRICS_QUERY,
-    OWN_PROBLEMS_QUERY,
-    PROBLEMS_QUERY,
+    ONE_QUERY,
+    OVERVIEW_QUERY,
     QUEUES_QUERY,
     SLOW,
     STATES,
     Figures,
-    add_metrics,
-    add_problems,
     add_rates,
     counts,
-    figures,
+    read,
+    totals,
 )
-from . import chart
+from ..ops.problems import grouped
+from . import chart, export, send
 from .database import Parameters
 from .page import Page, Row
 
@@ -37,9 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import LiteralString
 
 PER_PAGE = 50
-MOST_PROBLEMS = 100
-MOST_OF_ONE = 100  # problems, and figures, of one queue
-CHARTED = 20  # busiest queues whose rates are added up
+MOST_OF_GROUP = 20  # queues that are listed below a kind of problems
 
 ORDERS = {
     "state": "State",
@@ -63,7 +55,9 @@ class Shown:
 
 
 def show(page: Page) -> Response:
-    """Show the problems, a chart of the rates, and the queues, 50 a page."""
+    """Show the state of all queues together, the queues, 50 a page, the problems by kind, and charts."""
+    if page.only_sends:
+        return send.choose(page)
     taken = shared(page)
     if taken is None:
         return page.shown("wait.html")
@@ -77,12 +71,16 @@ def show(page: Page) -> Response:
         found.sort(key=lambda queue: (STATES.index(queue.state), not queue.paused))
     elif order != "name":
         found.sort(key=lambda queue: -(getattr(queue, order) or 0))
+    if export.wanted(page):
+        return export.answer(page, "queues", export.listed([_row(queue) for queue in found]))
     pages = max((len(found) + PER_PAGE - 1) // PER_PAGE, 1)
     number = min(max(page.form.number("page", 1), 1), pages)
     return page.shown(
         "overview.html",
-        problems=problems[:MOST_PROBLEMS],
-        more_problems=max(len(problems) - MOST_PROBLEMS, 0),
+        problems=len(problems),
+        groups=grouped(problems),
+        totals=totals(queues),
+        most=MOST_OF_GROUP,
         queues=found[(number - 1) * PER_PAGE : number * PER_PAGE],
         found=len(found),
         total=len(queues),
@@ -91,9 +89,15 @@ def show(page: Page) -> Response:
         name=page.form.get("name"),
         number=number,
         pages=pages,
-        rates=rates(page, queues),
+        charts=chart.shown(page, seen_by=_seen_by(page)) if queues else None,
         at=taken.at,
     )
+
+
+def _row(queue: Figures) -> Row:
+    """Return a queue as a row of a file: its state, then its figures."""
+    figures = {one.name: getattr(queue, one.name) for one in fields(queue) if one.name != "problems"}
+    return {"name": queue.name, "state": queue.state} | figures
 
 
 def shared(page: Page) -> Shown | None:
@@ -101,8 +105,13 @@ def shared(page: Page) -> Shown | None:
 
     They are the same for all members of pgque_reader, so taken once for them.
     """
-    key = "figures" if page.role["reader"] else f"figures of {_rights(page)}"
+    key = f"figures {_seen_by(page)}"
     return page.site.samples.soon(page.session.database, key, page.elsewhere(_taken))
+
+
+def _seen_by(page: Page) -> str:
+    """Return what roles have in common that see the same queues."""
+    return "" if page.role["reader"] else f"of {_rights(page)}"
 
 
 def _rights(page: Page) -> str:
@@ -118,14 +127,13 @@ def _rights(page: Page) -> str:
 
 def _taken(page: Page) -> Shown:
     at = datetime.now(timezone.utc)
-    queues = figures(page.rows(QUEUES_QUERY, MOST))
-    reader = page.role["reader"]
-    problems = _in_time(page, PROBLEMS_QUERY if reader else OWN_PROBLEMS_QUERY, MOST)
-    if problems is None:
+    rows = _in_time(page, OVERVIEW_QUERY, MOST)
+    if rows is None:
+        _, queues = read(page.rows(QUEUES_QUERY, MOST))
         problems = [SLOW]
-    add_problems(queues, problems)
-    add_metrics(queues, _in_time(page, METRICS_QUERY if reader else OWN_METRICS_QUERY, METRICS_ASKED) or [])
-    if reader:
+    else:
+        problems, queues = read(rows)
+    if page.role["reader"]:
         page.site.samples.remember(page.session.database, counts(queues.values()))
         _rate(page, queues)
     return Shown(problems, list(queues.values()), at)
@@ -133,14 +141,16 @@ def _taken(page: Page) -> Shown:
 
 def of_one(page: Page, info: Row) -> Figures:
     """Return the figures of one queue, taken now."""
-    queues = figures([info])
-    queue = queues[info["queue_name"]]
-    asked = {"queue": queue.name, "metrics": list(METRICS), "most": MOST_OF_ONE}
-    problems = _in_time(page, ONE_PROBLEMS_QUERY, asked)
-    add_problems(queues, [{**SLOW, "queue": queue.name}] if problems is None else problems)
-    add_metrics(queues, _in_time(page, ONE_METRICS_QUERY, asked) or [])
+    name = info["queue_name"]
+    rows = _in_time(page, ONE_QUERY, {"queue": name, "most": 2})
+    if rows is None:
+        queue = Figures(
+            name, bool(info["queue_paused"]), info["ev_per_sec"], problems=[{**SLOW, "queue": name}]
+        )
+    else:
+        queue = read(rows)[1][name]
     if page.role["reader"]:
-        _rate(page, queues)
+        _rate(page, {name: queue})
     return queue
 
 
@@ -159,16 +169,3 @@ def _in_time(page: Page, query: LiteralString, parameters: Parameters) -> list[R
         if error.sqlstate != "57014":
             raise
         return None
-
-
-def rates(page: Page, queues: list[Figures]) -> chart.Chart | None:
-    """Return the chart of the busiest queues together, or None without queues or in time."""
-    if not queues:
-        return None
-    busiest = sorted(queues, key=lambda queue: -(queue.rate or 0))[:CHARTED]
-    names = [queue.name for queue in busiest]
-    key = "rates" if page.role["reader"] else f"rates of {_rights(page)}"
-    try:
-        return page.site.samples.get(page.session.database, key, lambda: chart.rates(page, names), chart.KEPT)
-    except (PgqueQueueNotFoundError, PgquePermissionDeniedError):
-        return None  # a queue was dropped since the figures were taken

@@ -17,7 +17,7 @@ from ..errors import PgqueBadArgumentError, PgqueError, PgquePermissionDeniedErr
 from ..ops.overview import ROLE_QUERY
 from .database import Connection, Parameters
 from .sessions import Session
-from .shared import Shared
+from .shared import LIVE, Shared
 
 if TYPE_CHECKING:
     from typing_extensions import LiteralString
@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 MOST_RIGHTS = 10_000  # that a session remembers
 SEARCH = 700  # milliseconds after which the searches of a page are stopped
+SHOWN = 1_000  # characters of a payload that a list reads, to skip what all of them share
+END = 2**63 - 1  # an id above all others
+MOST_EXPORTED = 10_000  # rows of a list that is a file
 LONG_SEARCH = 9_000  # milliseconds, for those who want to wait
 RIGHTS_KEPT = 60.0  # seconds that what a role may do with a queue is believed
 STREAMS_KEPT = 30.0  # seconds for which it is remembered whether there are streams
@@ -128,6 +131,11 @@ class Page:
             found[name] = value or None
         return found
 
+    @property
+    def hides_payloads(self) -> bool:
+        """Whether this page shows no payloads and headers."""
+        return self.site.config.hide_payloads
+
     # -- rights ----------------------------------------------------------------
 
     @property
@@ -143,17 +151,28 @@ class Page:
         )
 
     def may(self, right: str, queue: str) -> bool:
-        """Return whether the role has a right to a queue: produce, consume or admin."""
-        every = {"produce": "writer", "consume": "reader", "admin": "admin"}[right]
+        """Return whether the role has a right to a queue: see, produce, consume or admin."""
+        every = {"see": "reader", "produce": "writer", "consume": "reader", "admin": "admin"}[right]
         if self.role["admin"] or self.role[every]:
             return True
+        return bool(self._rights().get(queue, {}).get(right))
+
+    @property
+    def only_sends(self) -> bool:
+        """Whether the role may send to queues of which it sees no figures, as a pgque_writer."""
+        if self.role["admin"] or self.role["reader"]:
+            return False
+        rights = self._rights().values()
+        return any(row["produce"] for row in rights) and not any(row["see"] for row in rights)
+
+    def _rights(self) -> dict[str | None, Row]:
         if self.session.rights is None or time.monotonic() - self.session.rights[0] > RIGHTS_KEPT:
             try:
                 rows = self.rows("select * from pgque.my_rights() limit %s", [MOST_RIGHTS])
             except PgquePermissionDeniedError:
                 rows = []
             self.session.rights = time.monotonic(), {row["queue_name"]: row for row in rows}
-        return bool(self.session.rights[1].get(queue, {}).get(right))
+        return self.session.rights[1]
 
     def may_change(self, right: str, queue: str) -> bool:
         """Return whether the page offers a change that needs this right."""
@@ -179,17 +198,29 @@ class Page:
         except UnicodeEncodeError as error:
             raise PgqueBadArgumentError("a text is not valid Unicode") from error
 
-    def search(self, query: LiteralString, parameters: Parameters = ()) -> list[Row] | None:
+    def search(
+        self, query: LiteralString, parameters: Parameters = (), most: int | None = None
+    ) -> list[Row] | None:
         """Return the rows of a query that may read very much, or None if it was stopped for that.
 
-        What the searches of one page take is counted together.
+        What the searches of one page take is counted together. `most`: milliseconds for this one.
         """
         began = time.monotonic()
-        milliseconds = max((LONG_SEARCH if self.form.get("longer") else SEARCH) - self._searched, 50)
+        milliseconds = max(min(self.search_time - self._searched, most or self.search_time), 50)
         try:
             return self.within(milliseconds, query, parameters)
         finally:
             self._searched += round((time.monotonic() - began) * 1000)
+
+    @property
+    def search_time(self) -> int:
+        """The milliseconds that the searches of this page may take together: more for a file."""
+        return LONG_SEARCH if self.form.get("longer") or self.form.get("format") else SEARCH
+
+    @property
+    def time_left(self) -> bool:
+        """Whether the searches of this page have taken less than they may."""
+        return self._searched < self.search_time
 
     def within(
         self, milliseconds: int, query: LiteralString, parameters: Parameters = ()
@@ -250,9 +281,10 @@ class Page:
             once=secrets.token_hex(8),  # for forms that must not be sent twice
             mark=self.site.signer.mark(self.session.token),
             # The script that keeps a page up to date shows none of them.
-            flashes=[] if "pgque-live" in self.request.headers else self.session.take_flashes(),
+            flashes=[] if LIVE in self.request.headers else self.session.take_flashes(),
             writable=self.writable,
-            hide_payloads=self.site.config.hide_payloads,
+            hide_payloads=self.hides_payloads,
+            most_exported=MOST_EXPORTED,
             **values,
         )
 

@@ -28,6 +28,7 @@ def show(page: Page) -> Response:
     )
     readers = {"queue": name, "most": MOST_READERS}
     consumers, workers = page.rows(READERS_QUERY, readers), page.rows(WORKERS_QUERY, readers)
+    named = [row["consumer_name"] for row in consumers if row["role"] != "coop_member"]
     admin = page.may("admin", name)
     return page.shown(
         "queue.html",
@@ -43,21 +44,8 @@ def show(page: Page) -> Response:
         is_admin=admin,
         may_consume=page.may_change("consume", name),
         may_send=page.may_change("produce", name),
-        charts=_charts(page, info["queue_name"]),
+        charts=chart.shown(page, info["queue_name"], named),
     )
-
-
-def _charts(page: Page, name: str) -> dict[str, chart.Chart]:
-    """Return the charts of a queue by their titles. Whoever may open its page sees the same ones."""
-
-    def taken() -> dict[str, chart.Chart]:
-        found = {
-            "Messages sent a second": chart.rates(page, [name]),
-            "Age of the oldest pending message, in seconds": chart.lags(page, name),
-        }
-        return {title: one for title, one in found.items() if one is not None}
-
-    return page.site.samples.get(page.session.database, f"charts of queue {name}", taken, chart.KEPT)
 
 
 def show_access(page: Page) -> Response:

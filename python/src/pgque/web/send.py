@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
 from ..errors import PgqueBadArgumentError, PgqueError
 from .page import Page
 
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
+
 FIELDS = ("type", "kind", "payload", "headers", "key", "delay", "deliver_at", "ttl", "partition_key")
 KINDS = {"text": "Text", "json": "JSON", "bytes": "Bytes, in hexadecimal"}
 
+MOST_QUEUES = 100  # in the list of those that a role may send to
+
+_QUEUES: LiteralString = (
+    "select r.queue_name from pgque.my_rights() as r where r.produce"
+    " and strpos(lower(r.queue_name), %(name)s) > 0 order by r.queue_name limit %(most)s"
+)
 _OPTIONS = (
     " headers => %(headers)s::jsonb, key => %(key)s, delay => %(delay)s::interval,"
     " deliver_at => %(deliver_at)s::timestamptz, ttl => %(ttl)s::interval,"
@@ -20,8 +30,19 @@ _OPTIONS = (
 
 
 def show(page: Page) -> Response:
-    """Show the form."""
-    return _form(page, "")
+    """Show the form, or without a queue those that the role may send to."""
+    return _form(page, "") if page.form.get("queue") else choose(page)
+
+
+def choose(page: Page) -> Response:
+    """Show the queues that the role may send to: the first page of those who see no figures of queues."""
+    rows = page.rows(_QUEUES, {"name": page.form.get("name").lower(), "most": MOST_QUEUES + 1})
+    return page.shown(
+        "senders.html",
+        queues=[row["queue_name"] for row in rows[:MOST_QUEUES]],
+        more=len(rows) > MOST_QUEUES,
+        name=page.form.get("name"),
+    )
 
 
 def _form(page: Page, error: str) -> Response:

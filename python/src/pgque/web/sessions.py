@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from .config import Config, Database
 from .database import Connections, LoginRefusedError
@@ -18,9 +19,11 @@ ATTEMPTS = 5  # failed logins of one address as one role, and then
 ATTEMPTS_OF_ADDRESS = 30  # of one address as any role, and
 ATTEMPTS_AS_ROLE = 100  # of all addresses as one role, within
 ATTEMPTS_WITHIN = 300.0  # seconds
-MOST_ATTEMPTS = (ATTEMPTS, ATTEMPTS_OF_ADDRESS, ATTEMPTS_AS_ROLE)
+LOGINS = 8  # that run at once: more would take connections and threads from those who are logged in
 MOST_FLASHES = 20
 MOST_FORMS = 1000  # that a session remembers
+
+Key: TypeAlias = tuple[str | None, str | None]  # address and role
 
 
 @dataclass(slots=True)
@@ -135,19 +138,22 @@ class Sessions:
         ]
         return min(idle)[1] if idle else None
 
-    def find(self, token: str | None) -> Session | None:
-        """Return the session of a token, or None; end those that are over."""
+    def find(self, token: str | None, live: bool) -> Session | None:
+        """Return the session of a token, or None; end those that are over.
+
+        A `live` request is one that nobody made: a page that is left open does not keep its session.
+        """
         now = time.monotonic()
         with self._lock:
             over = [
                 key
                 for key, held in self._held.items()
-                if now - held.used > self._config.session_idle
+                if (now - held.used > self._config.session_idle and not held.works)
                 or now - held.began > self._config.session_length
             ]
             ended = [self._held.pop(key) for key in over]
             session = self._held.get(self._key(token)) if token else None
-            if session is not None:
+            if session is not None and not live:
                 session.used = now
         if ended:  # to close connections takes time, and this is asked for every request
             threading.Thread(target=_close, args=(ended,), daemon=True).start()
@@ -174,14 +180,20 @@ def _close(sessions: list[Session]) -> None:
 
 
 class Attempts:
-    """Count the logins of each address, of each role, and of each address and role, that did not succeed."""
+    """Count the failed logins of each address, of each role, and of each address and role.
+
+    Logins that run count as well, until their result is known: otherwise somebody could try as many passwords
+    at once as the server takes.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._failed: dict[tuple[str | None, str | None], list[float]] = {}
+        self._failed: dict[Key, list[float]] = {}
+        self._running: Counter[Key] = Counter()
+        self._logins = 0
 
-    def begin(self, address: str, user: str) -> float:
-        """Return for how many seconds this address may not try this role; 0 if it may, and count it then."""
+    def wait(self, address: str, user: str) -> float:
+        """Return for how many seconds this address may not try this role, because of failed logins."""
         now = time.monotonic()
         with self._lock:
             self._failed = {
@@ -189,23 +201,50 @@ class Attempts:
                 for key, times in self._failed.items()
                 if (kept := [t for t in times if now - t < ATTEMPTS_WITHIN])
             }
-            waits = [0.0]
-            for key, most in zip(_keys(address, user), MOST_ATTEMPTS, strict=True):
-                times = self._failed.get(key, [])
-                if len(times) >= most:
-                    waits.append(times[-most] + ATTEMPTS_WITHIN - now)
-            if max(waits) == 0:
-                for key in _keys(address, user):
-                    self._failed.setdefault(key, []).append(now)
-            return max(waits)
+            return max(
+                self._failed[key][-most] + ATTEMPTS_WITHIN - now if self._count(key) >= most else 0.0
+                for key, most in _keys(address, user)
+            )
+
+    def begin(self, address: str, user: str) -> bool:
+        """Return whether a login may run now. One that may not waits until others have ended."""
+        with self._lock:
+            if self._logins >= LOGINS or any(
+                self._count(key) + self._running[key] >= most for key, most in _keys(address, user)
+            ):
+                return False
+            self._logins += 1
+            self._running.update(key for key, _ in _keys(address, user))
+            return True
+
+    def end(self, address: str, user: str) -> None:
+        """Count a login no more that has run."""
+        with self._lock:
+            self._logins -= 1
+            self._running.subtract(key for key, _ in _keys(address, user))
+            self._running = +self._running
+
+    def failed(self, address: str, user: str) -> None:
+        """Count a login whose password was wrong."""
+        now = time.monotonic()
+        with self._lock:
+            for key, _ in _keys(address, user):
+                self._failed.setdefault(key, []).append(now)
 
     def succeeded(self, address: str, user: str) -> None:
-        """Forget the logins of an address as this role."""
+        """Forget the failed logins of an address as this role."""
         with self._lock:
             mine = self._failed.pop((address, user), [])
-            for key in _keys(address, user)[1:]:
+            for key in ((address, None), (None, user)):
                 self._failed[key] = [t for t in self._failed.get(key, []) if t not in mine]
 
+    def _count(self, key: Key) -> int:
+        return len(self._failed.get(key, []))
 
-def _keys(address: str, user: str) -> tuple[tuple[str | None, str | None], ...]:
-    return (address, user), (address, None), (None, user)
+
+def _keys(address: str, user: str) -> tuple[tuple[Key, int], ...]:
+    return (
+        ((address, user), ATTEMPTS),
+        ((address, None), ATTEMPTS_OF_ADDRESS),
+        ((None, user), ATTEMPTS_AS_ROLE),
+    )

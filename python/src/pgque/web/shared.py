@@ -11,12 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .config import Config
+from .database import Lender
 from .look import FILTERS
 from .samples import Samples
 from .sessions import Attempts, Session, Sessions, Signer
 
 COOKIE = "pgque_session"
 LOGIN_COOKIE = "pgque_login"  # of somebody who has no session yet, for the CSRF token of the form
+LIVE = "pgque-live"  # the header of requests that the script makes to keep a page up to date
 
 
 class Shared:
@@ -27,6 +29,7 @@ class Shared:
         self.signer = Signer()
         self.sessions = Sessions(config)
         self.attempts = Attempts()
+        self.lenders = {database: Lender(config.max_connections) for database in config.databases}
         self.samples = Samples(config.sample_period)
         self.templates = Environment(
             loader=PackageLoader("pgque.web"),
@@ -44,7 +47,7 @@ class Shared:
 
     def session(self, request: Request) -> Session | None:
         """Return the session of a request, or None."""
-        return self.sessions.find(self.cookie(request, COOKIE))
+        return self.sessions.find(self.cookie(request, COOKIE), LIVE in request.headers)
 
     def cookie(self, request: Request, name: str) -> str | None:
         """Return the token of a signed cookie, or None."""

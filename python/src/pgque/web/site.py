@@ -41,6 +41,7 @@ from . import (
     changes,
     dead,
     failing,
+    find,
     login,
     messages,
     overview,
@@ -75,6 +76,9 @@ READS: dict[str, Handler] = {
     "/messages": messages.show,
     "/message": messages.show_one,
     "/message/cancel": messages.ask_cancel,
+    "/message/ask": messages.ask,
+    "/message/edit": messages.ask_edit,
+    "/search": find.show,
     "/send": send.show,
     "/recurring": recurring.show,
     "/archive": archive.show,
@@ -92,6 +96,8 @@ CHANGES: dict[str, Handler] = {
     "/queue/retry": queue.retry_now,
     "/queue/seek": queue.seek,
     "/message/cancel": messages.cancel,
+    "/message/do": messages.do,
+    "/message/edit": messages.edit,
     "/dead/do": dead.do,
     "/dead/purge": dead.purge,
     "/failing/archive": failing.archive,
@@ -103,7 +109,13 @@ CHANGES: dict[str, Handler] = {
 # Forms that show a question and change nothing.
 ASKS: dict[str, Handler] = {"/dead/ask": dead.ask, "/queue/settings/preview": settings.ask, **changes.ASKS}
 
-STATIC = {"style.css": "text/css", "live.js": "text/javascript", "icon.svg": "image/svg+xml"}
+STATIC = {
+    "style.css": "text/css",
+    "live.js": "text/javascript",
+    "copy.js": "text/javascript",
+    "time.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self';"
@@ -152,7 +164,8 @@ class Site(Shared):
             root += self.config.path_prefix
         path = scope["path"]
         if root and (path + "/").startswith(root + "/"):
-            path = path[len(root) :] or "/"
+            path = path[len(root) :] or "/"  # the first page, with or without a slash
+            scope = {**scope, "path": root + path}
         scope = {**scope, "root_path": root, "pgque.path": path}
 
         async def send_safely(message: Message) -> None:
@@ -224,6 +237,10 @@ class Site(Shared):
                 finally:
                     self.samples.forget(session.database)
         except PgqueError as error:
+            if session.connections.over:
+                self.sessions.end(session)
+                to = {"next": _here(request)} if request.method == "GET" else {"ended": 1}
+                return RedirectResponse(address(request, "/login", {**to, "changed": 1}), status_code=303)
             if not isinstance(error, (PgqueConnectionError, PgqueBadArgumentError)):
                 session.forms.pop(sent, None)  # nothing was done
             back = Form.read(fields).get("back") if not reads else ""
@@ -261,16 +278,14 @@ class Site(Shared):
 
     async def _login_page(self, request: Request) -> Response:
         form = Form.read(request.url.query)
-        error = (
-            "Nothing was changed: the session has ended. Log in and try again." if form.get("ended") else ""
-        )
-        return login.show(self, request, form.get("next"), error=error)
+        why = [text for name, text in _WHY.items() if form.get(name)]
+        return login.show(self, request, form.get("next"), error=" ".join(why))
 
     async def _log_in(self, request: Request) -> Response:
         form = Form.read(await self._body(request, MOST_LOGIN_BYTES))
         token = self.cookie(request, LOGIN_COOKIE)
         self._check_form(request, token, form)
-        return await run_in_threadpool(login.log_in, self, request, form, self.session(request))
+        return await login.log_in(self, request, form, self.session(request))
 
     async def _log_out(self, request: Request) -> Response:
         form = Form.read(await self._body(request, MOST_LOGIN_BYTES))
@@ -324,6 +339,11 @@ class Site(Shared):
             raise HTTPException(400, "The form is not in URL encoding.") from None
 
 
+# Why somebody has to log in
+_WHY = {
+    "changed": "The password or the right to log in of this role has changed: log in again.",
+    "ended": "Nothing was changed: the session has ended. Log in and try again.",
+}
 _STATUS: dict[type[PgqueError], int] = {
     PgqueQueueNotFoundError: 404,
     PgqueConsumerNotFoundError: 404,
