@@ -517,7 +517,8 @@ def violations(page: Page, axe: str) -> list[tuple[str, str]]:
 def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_settings(
     opened: Open, address: str, admin: Role, axe: str, conn: Connection, width: int
 ) -> None:
-    name, found = f"made in a browser {width}", []
+    name = f"made in a browser {width}"
+    found: list[tuple[str, str, str]] = []
     page = opened(address, admin, viewport={"width": width, "height": 900})
 
     def looked(title: str) -> None:
