@@ -561,7 +561,7 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
     opened: Open, address: str, admin: Role, axe: str, conn: Connection, width: int
 ) -> None:
     name = f"made in a browser {width}"
-    found: list[tuple[str, ...]] = []
+    found: list[tuple[str, str, str]] = []
     page = opened(address, admin, viewport={"width": width, "height": 900})
 
     def looked(title: str) -> None:
@@ -585,7 +585,7 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
         page.get_by_label("Retries").fill("2")
         page.get_by_role("button", name="Preview").click()
         page.get_by_role("button", name=f"Create queue {name}").click()
-        assert page.get_by_role("status").inner_text().startswith(f"Queue {name} is there.")
+        assert page.get_by_role("status").inner_text().startswith(f"Queue {name} was created.")
 
         page.get_by_role("link", name="Subscribe a consumer…").click()
         page.get_by_label("Name").fill("mailers")
