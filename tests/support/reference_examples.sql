@@ -300,6 +300,9 @@ select check_name, status, detail, advice from pgque.health('orders');
 select metric, queue, consumer, value from pgque.metrics();
 select metric, consumer, value from pgque.metrics('orders');
 
+-- overview
+select queue, pending_events, lag_seconds, dead_letters, problems from pgque.overview();
+
 -- get_queue_info
 select queue_name, ticker_lag, ev_per_sec, ev_new from pgque.get_queue_info();
 
@@ -311,6 +314,9 @@ select start_at, events from pgque.queue_rates('orders', '1 hour', 12);
 
 -- consumer_lags
 select at, consumer, lag_seconds, pending_events from pgque.consumer_lags('orders', 'billing', '1 day');
+
+-- history
+select start_at, sent, delivered, failed, dead, lag_seconds from pgque.history('orders', 'billing', '6 hours', 72);
 
 -- list_actions
 select at, role_name, application, call, queue, args from pgque.list_actions('orders');

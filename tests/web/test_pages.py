@@ -73,12 +73,11 @@ def test_the_overview_begins_with_the_state_and_leads_to_what_is_wrong(
     assert re.search(r"\b2, newest at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page)
     assert re.search(r"Dead letters \d", page)
 
-    page = b.get("/queue", queue=queue)
-    assert "paused" in text(page)
-    assert f'href="/dead?queue={queue}"' in page.text
-    assert 'href="#actions"' in page.text  # a page does not lead to itself
-    assert f"/queue?queue={queue}#" not in page.text
-    page = text(page)
+    shown = b.get("/queue", queue=queue)
+    assert "paused" in text(shown)
+    assert f'href="/dead?queue={queue}"' in shown.text
+    assert 'href="#actions"' in shown.text  # a page does not lead to itself
+    assert f"/queue?queue={queue}#" not in shown.text
     page = text(b.post("/queue/resume", queue=queue))
     assert "The queue is open for senders." in page
     assert "Pause sending" in page
@@ -159,9 +158,11 @@ def test_the_first_page_asks_for_all_queues_in_one_statement(
     """What it asks does not grow with the number of queues."""
     asked: list[str] = []
     rows = Page.rows
-    monkeypatch.setattr(
-        Page, "rows", lambda page, query, *rest: asked.append(query) or rows(page, query, *rest)
-    )
+    def counted(page: Page, query: Any, *rest: Any) -> list[dict[str, Any]]:
+        asked.append(query)
+        return rows(page, query, *rest)
+
+    monkeypatch.setattr(Page, "rows", counted)
     counts = []
     for names in (["one"], ["two", "three", "four"]):
         for name in names:
