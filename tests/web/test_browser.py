@@ -562,7 +562,7 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
     opened: Open, address: str, admin: Role, axe: str, conn: Connection, width: int
 ) -> None:
     name = f"made in a browser {width}"
-    found: list[tuple[str, str, str]] = []
+    found: list[tuple[str, ...]] = []
     page = opened(address, admin, viewport={"width": width, "height": 900})
 
     def looked(title: str) -> None:
