@@ -158,6 +158,7 @@ def test_the_first_page_asks_for_all_queues_in_one_statement(
     """What it asks does not grow with the number of queues."""
     asked: list[str] = []
     rows = Page.rows
+
     def counted(page: Page, query: Any, *rest: Any) -> list[dict[str, Any]]:
         asked.append(query)
         return rows(page, query, *rest)
