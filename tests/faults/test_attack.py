@@ -420,7 +420,7 @@ def live_with(own: Connection, payload: str) -> None:
         "dlq_inspect",
     ):
         assert rows(own, f"select * from pgque.{info}(%s)", name) is not None
-    for info in ("metrics", "health"):
+    for info in ("metrics", "health", "overview"):
         assert name in column(own, f"select queue from pgque.{info}()")
     for call in (
         "select pgque.alter_queue(%s, jsonb_build_object(%s::text, '1'))",

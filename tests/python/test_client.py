@@ -283,6 +283,9 @@ def test_the_past_is_read(client: pgque.PgqueClient, queue: str, consumer: str, 
     rates = client.monitor.queue_rates(queue, since=60, buckets=6)
     assert (len(rates), sum(rate.events for rate in rates)) == (6, 2)
     assert client.consumers.lags(queue, consumer) == []
+    past = client.monitor.history(queue, consumer, since=60, buckets=6)
+    assert len(past) == len(client.monitor.history(buckets=6)) == 6
+    assert (past[1].start_at - past[0].start_at).total_seconds() == 10
     settings = {row.setting: row for row in client.admin.queue_settings(queue)}
     assert settings["max_retries"].source in ("built in", "all queues")
     client.admin.set_history("lags", timedelta(days=7))

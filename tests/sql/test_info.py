@@ -485,6 +485,97 @@ def test_health_and_metrics_of_a_crowd_of_consumers_are_few_rows_and_few_calls(o
         assert value(own, most) < 1000
 
 
+def test_the_overview_has_what_health_metrics_and_queue_info_say(own: Connection) -> None:
+    for name in ("q", "r", "s"):
+        value(own, "select pgque.create_queue(%s)", name)
+        for consumer in ("c", "d"):
+            subscribe(own, name, consumer)
+        send_many(own, name, 5)
+        forced_tick(own, name)
+    taken = "select m.batch_id, m.msg_id from pgque.receive('q', 'c', 4, worker => 'w') as m order by 2"
+    ((batch, first), (_, second), *_) = rows(own, taken)
+    rows(own, "select pgque.dead(%s, array[%s::bigint], 'x')", batch, first)
+    rows(own, "select pgque.nack(%s, array[%s::bigint], '1 hour')", batch, second)
+    value(own, "select pgque.pause('r')")
+    move_clock(own, "2 hours")
+    send(own, "s")  # no tick shows it
+    found = {
+        r[0]: r[1:]
+        for r in rows(
+            own,
+            "select o.queue, o.paused, o.events, o.pending_events, o.retries, o.dead_letters, o.in_flight, o.consumers,"
+            " round(o.lag_seconds), o.bytes, o.ticker_paused from pgque.overview() as o",
+        )
+        if r[0] is not None
+    }
+    assert list(found) == ["q", "r", "s"]
+    figures = "select coalesce(sum(value), 0) from pgque.metrics(%s) where metric = %s"
+    highest = "select max(value) from pgque.metrics(%s) where metric = %s"
+    for name, (paused, sent, pending, retries, dead, leased, consumers, lag, size, ticker) in found.items():
+        info = rows(own, "select queue_paused, queue_ticker_paused from pgque.get_queue_info(%s)", name)
+        assert [(paused, ticker)] == info
+        for metric, got in (
+            ("pgque_queue_events_total", sent),
+            ("pgque_queue_retries", retries),
+            ("pgque_queue_dead_letters", dead),
+            ("pgque_messages_in_flight", leased),
+            ("pgque_queue_consumers", consumers),
+        ):
+            assert value(own, figures, name, metric) == got, (name, metric)
+        assert value(own, highest, name, "pgque_consumer_pending_events") == pending
+        assert abs(value(own, highest, name, "pgque_consumer_lag_seconds") - lag) < 60
+        assert size is None
+    assert found["q"][3:6] == (1, 1, 2)
+    problems = (
+        "select o.queue, p.check_name, p.status, p.advice from pgque.overview() as o"
+        " cross join jsonb_to_recordset(o.problems) as p (check_name text, status text, detail text, advice text)"
+        " order by 1, 2"
+    )
+    checks = "select queue, check_name, status, advice from pgque.health() where status <> 'ok' order by 1, 2"
+    assert rows(own, problems) == rows(own, checks) != []
+    assert value(own, "select bytes from pgque.overview('q')") > 0
+    refused("PQ001", rows, own, "select * from pgque.overview('none')")
+
+
+def test_the_overview_shows_a_locked_queue_without_figures_and_the_others_with_them(
+    own: Connection, transaction: Callable[..., Connection]
+) -> None:
+    for name in ("free", "held"):
+        value(own, "select pgque.create_queue(%s)", name)
+    other = transaction("read committed", own.info.dsn)
+    leaf = value(own, "select 'pgque.tick_' || queue_id || '_0' from pgque.queue where queue_name = 'held'")
+    other.execute(f"lock table {leaf}".encode())
+    own.execute("set statement_timeout = '30s'")
+    found = "select queue, paused, events, problems -> 0 ->> 'check_name' from pgque.overview() where queue is not null"
+    assert rows(own, found) == [("free", False, 0, None), ("held", False, None, "tables")]
+    other.rollback()
+
+
+def test_the_overview_reads_ticks_positions_and_new_rows_of_a_queue_once(own: Connection) -> None:
+    for number in range(10):
+        value(own, "select pgque.create_queue(%s)", f"q{number}")
+        for consumer in ("c", "d"):
+            subscribe(own, f"q{number}", consumer)
+        send_many(own, f"q{number}", 3)
+        forced_tick(own, f"q{number}")
+        for consumer in ("c", "d"):
+            assert drain(own, f"q{number}", consumer)
+    if own.info.server_version < 150000:
+        pytest.skip("its statistics come late")
+    own.execute("set track_functions = 'all'")
+    calls = "select f.calls from pg_stat_user_functions as f where f.schemaname = 'pgque' and f.funcname = %s"
+    for look, times in (("overview()", 1), ("health()", 1), ("metrics()", 1)):
+        own.execute("select pg_stat_reset()")
+        rows(own, f"select * from pgque.{look}")
+        own.execute("select pg_stat_force_next_flush()")
+        for part in ("_positions", "_has_new_rows", "_last_tick", "_slowest_consumers"):
+            assert value(own, calls, part) == 10 * times, (look, part)
+        # What is not there costs no query of its own: open batches, pending messages, retries, dead letters.
+        nothing = ("_states", "_unfinished", "_health_retries", "_dead_letters_of")
+        for part in nothing[: 2 if look == "metrics()" else None]:
+            assert rows(own, calls, part) == [], (look, part)
+
+
 def test_health_names_the_consumer_whose_worker_holds_rotation_up(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     for consumer in ("a", "b"):

@@ -161,6 +161,7 @@ def test_every_function_that_takes_a_queue_takes_its_id(own: Connection) -> None
         "dlq_reasons",
         "queue_rates",
         "consumer_lags",
+        "history",
         "list_actions",  # by the name that the queue had
         "dead",  # of a reader that keeps its own offsets
     }

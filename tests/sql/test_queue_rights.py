@@ -94,6 +94,7 @@ EITHER = [
     "select * from pgque.list_workers({q})",
     "select * from pgque.health({q})",
     "select * from pgque.metrics({q})",
+    "select * from pgque.overview({q})",
 ]
 # Of all queues, or of the engine: not to be had with rights to single ones.
 NEVER = [
@@ -540,6 +541,7 @@ def test_a_caller_that_is_null_has_no_right_whatever_function_is_called(
         "list_workers(null, null",
         "health(null",
         "metrics(null",
+        "overview(null",
     ):
         assert answer_to_null(user, form, call) in ([], NOT_NULL), call
     assert (state(conn, other), state(conn, one)) == (before, own)

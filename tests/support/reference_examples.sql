@@ -62,6 +62,9 @@ select event_id, deduped from pgque.send_idem('orders', 'order.paid', '{"id": 1}
 select pgque.create_recurring('nightly', 'orders', '0 3 * * mon-fri', 'report', '{"all": true}', timezone => 'Europe/Berlin');
 select pgque.create_recurring('poll', 'orders', '90 seconds', 'poll', null::text, key => 'poll');
 
+-- next_runs
+select * from pgque.next_runs('0 3 * * *', 'Europe/Berlin');
+
 -- list_recurring
 select name, status, cron, next_run, last_run, last_error from pgque.list_recurring();
 
@@ -297,6 +300,9 @@ select check_name, status, detail, advice from pgque.health('orders');
 select metric, queue, consumer, value from pgque.metrics();
 select metric, consumer, value from pgque.metrics('orders');
 
+-- overview
+select queue, pending_events, lag_seconds, dead_letters, problems from pgque.overview();
+
 -- get_queue_info
 select queue_name, ticker_lag, ev_per_sec, ev_new from pgque.get_queue_info();
 
@@ -308,6 +314,9 @@ select start_at, events from pgque.queue_rates('orders', '1 hour', 12);
 
 -- consumer_lags
 select at, consumer, lag_seconds, pending_events from pgque.consumer_lags('orders', 'billing', '1 day');
+
+-- history
+select start_at, sent, delivered, failed, dead, lag_seconds from pgque.history('orders', 'billing', '6 hours', 72);
 
 -- list_actions
 select at, role_name, application, call, queue, args from pgque.list_actions('orders');

@@ -358,6 +358,49 @@ def test_an_open_page_is_kept_up_to_date_and_shows_when_it_is_stale_or_of_anothe
     page.locator(".who").get_by_text(reader.name).wait_for()
 
 
+def test_times_are_in_the_zone_of_the_browser_and_show_utc_also_after_the_page_was_renewed(
+    opened: Open, address: str, admin: Role, queue: str, conn: Connection
+) -> None:
+    conn.execute(
+        "select pgque.subscribe(%s, 'c'), pgque.create_recurring(%s, %s, '0 12 * * *', 't', 'x')",
+        [queue, queue, queue],
+    )
+    utc = conn.execute("select next_run from pgque.list_recurring() where name = %s", [queue]).fetchone()
+    try:
+        page = opened(address, admin, timezone_id="Asia/Kolkata")
+        page.goto(f"{address}/recurring")
+        row = page.get_by_role("row").filter(has_text=queue)
+        at = row.locator("time").first
+        assert at.inner_text().endswith(" 17:30:00")
+        assert at.get_attribute("title") == f"{utc[0]:%Y-%m-%d} 12:00:00 UTC"
+        assert page.get_by_role("columnheader", name="Next run").inner_text() == "Next run (local time)"
+        assert (
+            "Times are in Asia/Kolkata" in page.locator("footer").inner_text()
+            or "Asia/Calcutta" in page.locator("footer").inner_text()
+        )
+        page.goto(f"{address}/queue?queue={queue}&range=24h")
+        label = page.locator(".times time").last
+        assert label.inner_text() == page.evaluate(
+            "(at) => new Date(at).toLocaleTimeString('sv', {hour: '2-digit', minute: '2-digit', timeZone: 'Asia/Kolkata'})",
+            label.get_attribute("datetime"),
+        )
+        assert "GMT+5:30" in page.locator("[data-at] title").first.text_content()
+        # As live.js does it
+        page.evaluate(
+            "async () => { const fresh = new DOMParser().parseFromString(await (await fetch(location.href)).text(), 'text/html');"
+            " document.querySelector('[data-live]').replaceWith(fresh.querySelector('[data-live]')); }"
+        )
+        assert "GMT+5:30" in page.locator("[data-at] title").first.text_content()
+        without = opened(address, admin, timezone_id="Asia/Kolkata", java_script_enabled=False)
+        without.goto(f"{address}/recurring")
+        found = without.get_by_role("row").filter(has_text=queue).locator("time").first
+        assert found.inner_text().endswith(" 12:00:00")
+        assert without.get_by_role("columnheader", name="Next run").inner_text() == "Next run (UTC)"
+        assert "Times are in UTC." in without.locator("footer").inner_text()
+    finally:
+        conn.execute("select pgque.drop_recurring(%s)", [queue])
+
+
 def test_an_open_page_goes_on_after_a_click_and_pauses_only_while_somebody_types(
     opened: Open, address: str, admin: Role, filled: str, new_queue: Queues, conn: Connection
 ) -> None:
@@ -411,13 +454,13 @@ def test_an_open_page_goes_on_after_a_click_and_pauses_only_while_somebody_types
     page.clock.run_for(100)
     paused.wait_for()
     field.fill("q")
-    page.get_by_role("heading").first.click()  # it is left, but not sent yet
+    field.blur()  # it is left, but not sent yet
     page.clock.run_for(30_000)
     assert field.input_value() == "q"
     assert paused.is_visible()
     shown = at.inner_text()
     field.fill("")
-    page.get_by_role("heading").first.click()
+    field.blur()
     page.clock.run_for(100)
     paused.wait_for(state="detached")
     page.wait_for_timeout(1000)
@@ -518,7 +561,8 @@ def violations(page: Page, axe: str) -> list[tuple[str, str]]:
 def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_settings(
     opened: Open, address: str, admin: Role, axe: str, conn: Connection, width: int
 ) -> None:
-    name, found = f"made in a browser {width}", []
+    name = f"made in a browser {width}"
+    found: list[tuple[str, str, str]] = []
     page = opened(address, admin, viewport={"width": width, "height": 900})
 
     def looked(title: str) -> None:
@@ -542,7 +586,7 @@ def test_an_operator_creates_a_queue_with_a_consumer_sends_and_changes_two_setti
         page.get_by_label("Retries").fill("2")
         page.get_by_role("button", name="Preview").click()
         page.get_by_role("button", name=f"Create queue {name}").click()
-        assert page.get_by_role("status").inner_text().startswith(f"Queue {name} is there.")
+        assert page.get_by_role("status").inner_text().startswith(f"Queue {name} was created.")
 
         page.get_by_role("link", name="Subscribe a consumer…").click()
         page.get_by_label("Name").fill("mailers")

@@ -52,13 +52,16 @@ def names(conn: Connection) -> Iterator[Callable[[str], str]]:
 
     yield do
     for name in made:
-        conn.execute("select pgque.drop_queue(q.queue_name, true) from pgque.queue as q where q.queue_name = %s", [name])
+        conn.execute(
+            "select pgque.drop_queue(q.queue_name, true) from pgque.queue as q where q.queue_name = %s",
+            [name],
+        )
 
 
 def test_a_queue_is_created_and_dropped_and_what_was_shown_is_what_ran(
     browser: NewBrowser, admin: Role, conn: Connection, names: Callable[[str], str], tick: Tick
 ) -> None:
-    name = names("it's \"new\" \\ <b>")
+    name = names('it\'s "new" \\ <b>')
     b = browser(admin)
     assert 'href="/queue/create"' in b.get("/").text
     page = b.post("/queue/create/preview", new=name, max_retries="7")
@@ -66,7 +69,7 @@ def test_a_queue_is_created_and_dropped_and_what_was_shown_is_what_ran(
     shown = shown_sql(page)
     assert conn.execute("select count(*) from pgque.queue where queue_name = %s", [name]).fetchone() == (0,)
     page = confirmed(b, "/queue/create", page)
-    assert f"Queue {name} is there." in text(page)
+    assert f"Queue {name} was created." in text(page)
     assert page.url.path == "/queue"
     value = "select value from pgque.queue_settings(%s) where setting = 'max_retries'"
     assert conn.execute(value, [name]).fetchone() == ("7",)
@@ -80,22 +83,38 @@ def test_a_queue_is_created_and_dropped_and_what_was_shown_is_what_ran(
     assert "there is a queue of this name" in text(page)
     assert 'id="new" name="new"' in page.text
     assert 'value="8"' in page.text
-    assert page.text.index('id="new"') < page.text.index('id="wrong"') < page.text.index('id="visibility_timeout"')
+    assert (
+        page.text.index('id="new"')
+        < page.text.index('id="wrong"')
+        < page.text.index('id="visibility_timeout"')
+    )
     page = b.post("/queue/create", 400, new=names("other"), max_retries="lots")
-    assert page.text.index('id="max_retries"') < page.text.index('id="wrong"') < page.text.index('id="retention_period"')
+    assert (
+        page.text.index('id="max_retries"')
+        < page.text.index('id="wrong"')
+        < page.text.index('id="retention_period"')
+    )
     assert 'value="lots"' in page.text
     page = b.post("/queue/create", 400, new="x" * 58)
-    assert page.text.index('id="new"') < page.text.index('id="wrong"') < page.text.index('id="visibility_timeout"')
+    assert (
+        page.text.index('id="new"')
+        < page.text.index('id="wrong"')
+        < page.text.index('id="visibility_timeout"')
+    )
     assert "Name is empty" in text(b.post("/queue/create/preview", 400))
 
     conn.execute("select pgque.subscribe(%s, 'c')", [name])
     conn.execute("select pgque.send_batch(%s, array['a', 'b', 'c'])", [name])
     tick(name)
-    batch = conn.execute("select max(batch_id) from pgque.receive(%s, 'c', 1, 'w', '1 hour')", [name]).fetchone()
+    batch = conn.execute(
+        "select max(batch_id) from pgque.receive(%s, 'c', 1, 'w', '1 hour')", [name]
+    ).fetchone()
     assert batch is not None
     page = b.get("/queue/drop", queue=name)
     assert "Consumers 1 Pending, of the slowest 3 Processing 1 Retries 0 Dead letters 0" in text(page)
-    assert shown_sql(page) == sql.SQL("select pgque.drop_queue({}, true)").format(sql.Literal(name)).as_string()
+    assert (
+        shown_sql(page) == sql.SQL("select pgque.drop_queue({}, true)").format(sql.Literal(name)).as_string()
+    )
     again = confirmed(b, "/queue/drop", page, 400)
     assert "Type the name of the queue to confirm." in text(again)
     again = confirmed(b, "/queue/drop", page, 400, typed=name[:-1])
@@ -104,7 +123,8 @@ def test_a_queue_is_created_and_dropped_and_what_was_shown_is_what_ran(
     assert f"Queue {name} was dropped." in text(page)
     assert conn.execute("select count(*) from pgque.queue where queue_name = %s", [name]).fetchone() == (0,)
     calls = conn.execute(
-        "select a.call from pgque.list_actions(%s) as a where a.role_name = %s order by a.at", [name, admin.name]
+        "select a.call from pgque.list_actions(%s) as a where a.role_name = %s order by a.at",
+        [name, admin.name],
     ).fetchall()
     assert calls == [("create_queue",), ("drop_queue",)]
 
@@ -121,7 +141,11 @@ def test_consumers_are_subscribed_changed_and_unsubscribed(
     for name, fields, expected in (
         ("alone", {"kind": "own", "start_at": "latest"}, ("normal", None)),
         ("pool's", {"kind": "workers", "start_at": "earliest"}, ("pool", None)),
-        ("keyed", {"kind": "workers", "start_at": "2030-01-31T14:30", "key_concurrency": "2"}, ("pool", (2,))),
+        (
+            "keyed",
+            {"kind": "workers", "start_at": "2030-01-31T14:30", "key_concurrency": "2"},
+            ("pool", (2,)),
+        ),
     ):
         page = b.post("/queue/subscribe/preview", queue=queue, consumer=name, **fields)
         assert "Starts after tick 1" in text(page)
@@ -140,7 +164,9 @@ def test_consumers_are_subscribed_changed_and_unsubscribed(
         ("kind", {"kind": "none"}),
     ):
         page = b.post(
-            "/queue/subscribe/preview", 400, **{"queue": queue, "consumer": "x", "kind": "workers", "start_at": "latest", **fields}
+            "/queue/subscribe/preview",
+            400,
+            **{"queue": queue, "consumer": "x", "kind": "workers", "start_at": "latest", **fields},
         )
         assert re.search(rf'name="{name}"[^>]*aria-invalid="true"', page.text), name
 
@@ -162,7 +188,9 @@ def test_consumers_are_subscribed_changed_and_unsubscribed(
 
     conn.execute("select pgque.send_batch(%s, array['a', 'b', 'c'])", [queue])
     tick(queue)
-    row = conn.execute("select batch_id, msg_id from pgque.receive(%s, 'keyed', 2, 'w', '1 hour')", [queue]).fetchone()
+    row = conn.execute(
+        "select batch_id, msg_id from pgque.receive(%s, 'keyed', 2, 'w', '1 hour')", [queue]
+    ).fetchone()
     assert row is not None
     conn.execute("select pgque.nack(%s, array[%s::bigint], '1 hour')", row)
     page = b.get("/queue/unsubscribe", queue=queue, consumer="keyed")
@@ -185,8 +213,9 @@ def test_recurring_messages_are_created_changed_and_deleted(
         "ttl": "1 hour", "partition_key": "p", "starts_at": "2030-01-31 14:30+00", "ends_at": "2040-01-31 14:30+00",
     }  # fmt: skip
     page = b.post("/recurring/create/preview", **form)
+    assert "Run 1 2030-02-01 02:00:00 UTC Run 2 2030-02-02 02:00:00 UTC" in text(page)
     shown = shown_sql(page)
-    assert f"{name} is there." in text(confirmed(b, "/recurring/create", page))
+    assert f"{name} was created." in text(confirmed(b, "/recurring/create", page))
     everything = (
         "select queue_name, cron, timezone, type_name, payload, headers, key, delay, ttl, partition_key, catch_up,"
         " starts_at, ends_at, payload_bytes from pgque.list_recurring() where name = %s"
@@ -205,7 +234,9 @@ def test_recurring_messages_are_created_changed_and_deleted(
         ("cron", "61 * * * *"), ("timezone", "Mars/Base"), ("queue", "no such queue"), ("headers", "[1"), ("cron", ""),
         ("ttl", "-1 day"),
     ):  # fmt: skip
-        page = b.post("/recurring/create", 400, **{**form, "name": f"{name} 2", "payload": '"x"', field: value})
+        page = b.post(
+            "/recurring/create", 400, **{**form, "name": f"{name} 2", "payload": '"x"', field: value}
+        )
         assert re.search(rf'name="{field}"[^>]*aria-invalid="true"', page.text), (field, text(page))
     page = b.post("/recurring/create/preview", 400, **{**form, "name": f"{name} 2", "kind": "bytes"})
     assert re.search(r'name="payload"[^>]*aria-invalid="true"', page.text)
@@ -224,10 +255,13 @@ def test_recurring_messages_are_created_changed_and_deleted(
     assert "was deleted." in text(confirmed(b, "/recurring/drop", page))
     assert conn.execute(everything, [name]).fetchone() is None
     # It is not created again by a form that is still open.
-    assert "not found" in text(b.post("/recurring/change", 404, **{key: unescape(value) for key, value in fields.items()}))
+    assert "not found" in text(
+        b.post("/recurring/change", 404, **{key: unescape(value) for key, value in fields.items()})
+    )
     b.get("/recurring/drop", 404, name=name)
     calls = conn.execute(
-        "select a.call from pgque.list_actions(%s) as a where a.role_name = %s order by a.at", [queue, admin.name]
+        "select a.call from pgque.list_actions(%s) as a where a.role_name = %s order by a.at",
+        [queue, admin.name],
     ).fetchall()
     assert calls == [("create_recurring",), ("create_recurring",), ("drop_recurring",)]
     # What is hidden cannot be kept by a change.
@@ -249,7 +283,9 @@ def test_rights_to_a_queue_are_granted_and_revoked(
         page = confirmed(b, "/queue/grant", page)
         assert page.url.path == "/queue/access"
         assert f"{one.name} {right}:" in text(page)
-    assert "had the right admin already" in text(b.post("/queue/grant", queue=queue, role=one.name, right="admin"))
+    assert "had the right admin already" in text(
+        b.post("/queue/grant", queue=queue, role=one.name, right="admin")
+    )
     page = b.post("/queue/grant", 400, queue=queue, role="no such role", right="admin")
     assert "role not found" in text(page)
     assert re.search(r'name="role"[^>]*aria-invalid="true"', page.text)
@@ -258,7 +294,9 @@ def test_rights_to_a_queue_are_granted_and_revoked(
     assert f"{one.name} admin:" not in text(page)
     rights = "select right_name from pgque.queue_right where right_role = %s::regrole order by 1"
     assert conn.execute(rights, [one.name]).fetchall() == [("consume",), ("produce",)]
-    calls = conn.execute("select a.call from pgque.list_actions(%s) as a where a.role_name = %s", [queue, admin.name])
+    calls = conn.execute(
+        "select a.call from pgque.list_actions(%s) as a where a.role_name = %s", [queue, admin.name]
+    )
     assert [row[0] for row in calls].count("grant_queue") == 3
 
     b = browser(reader)
@@ -276,7 +314,12 @@ def test_settings_are_saved_all_or_none_and_never_over_what_somebody_else_has_se
         return dict(rows)
 
     b = browser(admin)
-    was = {"queue": queue, "was-max_retries": "5", "was-max_depth": "0", "was-visibility_timeout": values()["visibility_timeout"]}
+    was = {
+        "queue": queue,
+        "was-max_retries": "5",
+        "was-max_depth": "0",
+        "was-visibility_timeout": values()["visibility_timeout"],
+    }
     typed = {"set-max_retries": "9", "set-max_depth": "-1", "set-visibility_timeout": "7 minutes"}
     # One is refused: none is set, the form keeps all that was typed, and the error is beside its field.
     page = b.post("/queue/settings", 400, **was, **typed)
@@ -285,9 +328,12 @@ def test_settings_are_saved_all_or_none_and_never_over_what_somebody_else_has_se
         assert f'name="set-{name}" value="{typed[f"set-{name}"]}"' in page.text
     assert re.findall(r'id="error-(\w+)"', page.text) == ["max_depth"]
     # The other fields are as they were in the database, so that the next Save changes none of them.
-    assert '<option selected>false</option>' in page.text.split('name="set-ticker_paused"')[1].split("</select>")[0]
+    assert (
+        "<option selected>false</option>"
+        in page.text.split('name="set-ticker_paused"')[1].split("</select>")[0]
+    )
     assert 'name="was-ticker_paused" value="false"' in page.text
-    assert re.search(r'<details class="group" open>\s*<summary><h3>Storage and limits', page.text)
+    assert re.search(r'<details class="group" open>\s*<summary><h2>Storage and limits', page.text)
     page = b.post("/queue/settings", 400, **was, **{**typed, "set-max_depth": "1", "set-max_retries": "lots"})
     assert re.findall(r'id="error-(\w+)"', page.text) == ["max_retries"]
     page = b.post("/queue/settings", 400, **{"queue": queue, "set-dead_letter_queue": "no such queue"})
@@ -316,7 +362,9 @@ def test_settings_are_saved_all_or_none_and_never_over_what_somebody_else_has_se
         pages.append(confirmed(b, "/queue/settings", page, 409))
         ended.set()
 
-    waiting = b"select from pg_stat_activity where wait_event_type = 'Lock' and query like '%pgque.alter_queue%'"
+    waiting = (
+        b"select from pg_stat_activity where wait_event_type = 'Lock' and query like '%pgque.alter_queue%'"
+    )
     with running(save, holder.rollback, 20):
         wait_until(lambda: ended.is_set() or conn.execute(waiting).fetchone() is not None)
         holder.commit()
@@ -353,13 +401,23 @@ def test_no_field_of_a_change_is_taken_as_sql_or_markup(
                     addresses = [change.path + PREVIEW, change.path] if change.fields else [change.path]
                     pages = [b.client.get(change.path, params=fields)]
                     for path in addresses:
-                        fields["csrf"] = re.findall(r'name="csrf" value="([^"]+)"', b.get("/send", queue=queue).text)[0]
+                        fields["csrf"] = re.findall(
+                            r'name="csrf" value="([^"]+)"', b.get("/send", queue=queue).text
+                        )[0]
                         pages.append(b.client.post(path, data=fields))
                     for page in pages:
                         assert page.status_code < 500, (change.path, name, attack, text(page))
-                        assert "syntax error" not in page.text.replace("invalid input syntax", ""), (change.path, name)
+                        assert "syntax error" not in page.text.replace("invalid input syntax", ""), (
+                            change.path,
+                            name,
+                        )
                         assert "<script>" not in page.text, (change.path, name)
-                        seen = re.sub(r"<textarea.*?</textarea>|<(input|button|option|a) [^>]*>", "", page.text, flags=re.S)
+                        seen = re.sub(
+                            r"<textarea.*?</textarea>|<(input|button|option|a) [^>]*>",
+                            "",
+                            page.text,
+                            flags=re.S,
+                        )
                         assert "\u202e" not in seen, (change.path, name)
                     tried += 1
         assert tried > 120
@@ -368,7 +426,10 @@ def test_no_field_of_a_change_is_taken_as_sql_or_markup(
         made = {row[0] for row in conn.execute("select queue_name from pgque.queue").fetchall()} - before
         for name in made:
             conn.execute("select pgque.drop_queue(%s, true)", [name])
-        conn.execute("select pgque.drop_recurring(r.name) from pgque.list_recurring() as r where r.queue_name = %s", [queue])
+        conn.execute(
+            "select pgque.drop_recurring(r.name) from pgque.list_recurring() as r where r.queue_name = %s",
+            [queue],
+        )
 
 
 def test_a_role_without_the_right_is_offered_no_change_and_is_refused(

@@ -472,6 +472,22 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
+class HistoryBucket:
+    """Describe what a queue or a consumer did from `start_at` until the next one begins.
+
+    All figures are None if no samples were taken then; the lag is also None if it was not measured.
+    """
+
+    start_at: datetime
+    sent: int | None
+    delivered: int | None
+    failed: int | None
+    dead: int | None
+    lag_seconds: float | None
+    pending_events: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class LagSample:
     """Describe the lag of a consumer at a time: the age of its oldest pending message in seconds, and how
     many are pending."""

@@ -519,7 +519,7 @@ $$;
 -- lease was extended again and again, or is long.  Leased messages are not pending, so
 -- no other check shows them.
 create or replace function pgque._health_leases(
-  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], out status text, out detail text, out advice text
+  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_retries boolean, out status text, out detail text, out advice text
 )
 language plpgsql as $$
 declare
@@ -538,7 +538,7 @@ begin
     from (
       select distinct r.ev_batch as id
       from pgque.retry_queue r
-      where r.ev_owner = (p_subs[g.n]).sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now
+      where p_retries and r.ev_owner = (p_subs[g.n]).sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now
     ) b
     cross join lateral pgque._lease((p_subs[g.n]).sub_id, b.id) l
   ) h
@@ -553,10 +553,29 @@ begin
 end
 $$;
 
+-- Returns which of some queues have rows in the retry queue, and which have dead letters:
+-- most have neither, and one lookup each takes less time than the queries that would find
+-- nothing.  Null if a table is locked.
+create or replace function pgque._set_aside(p_queues int[], out retries int[], out dead int[])
+language plpgsql as $$
+begin
+  perform pgque._shorten_lock_timeout();
+  retries := array(select q.id from unnest(p_queues) q (id) where (select true from pgque.retry_queue r where r.ev_queue = q.id limit 1));
+  dead := array(select q.id from unnest(p_queues) q (id) where (select true from pgque.dead_letter d where d.dl_queue_id = q.id limit 1));
+  perform pgque._undo_block();
+exception
+  when sqlstate 'PQ099' then
+    null;
+  when lock_not_available then
+    retries := null;
+    dead := null;
+end
+$$;
+
 -- Returns all checks of one queue; no row if it was dropped meanwhile.  p_pumped: see
--- _pump_owners().  With p_figures there is one more row, with the figures of overview().
+-- _pump_owners().  p_retries, p_dead: whether it has any.  With p_figures there is one more row, with the figures of overview().
 create or replace function pgque._queue_health(
-  p_queue pgque.queue, p_pumped int[], p_figures boolean,
+  p_queue pgque.queue, p_pumped int[], p_figures boolean, p_retries boolean, p_dead boolean,
   out check_name text, out queue text, out status text, out detail text, out advice text, out figures jsonb
 ) returns setof record
 language plpgsql as $$
@@ -601,17 +620,25 @@ begin
         and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 as late
       offset 0
     ) r;
-  v_retries := pgque._health_retries(p_queue, p_pumped, v_back.subs);
+  if p_retries then
+    v_retries := pgque._health_retries(p_queue, p_pumped, v_back.subs);
+  else
+    select 'ok' as status, '0 due' as detail, null as advice into v_retries;
+  end if;
   select pg_catalog.max(c.lag) as lag, pg_catalog.max(c.pending_events) as pending, (pg_catalog.array_agg(c.consumer_name order by c.lag desc, c.consumer_name))[1] as consumer
   into v_late
-  from pgque._consumers(p_queue, v_back.subs, v_back.positions, false, v_last, v_new) c;
+  from pgque._consumers(p_queue, v_back.subs, v_back.positions, false, v_last, v_new, p_retries) c;
   return query
     select 'consumers', queue, h.*, null::jsonb
     from pgque._health_consumers(p_queue, v_back.consumers, v_late.consumer, v_late.lag,
       case when v_ticks.status <> 'ok' then 'ticks' when v_retries.status <> 'ok' then 'retries' end) h;
   return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice, null::jsonb;
-  return query select 'leases', queue, h.*, null::jsonb from pgque._health_leases(p_queue, v_back.subs, v_back.positions) h;
-  v_dead := pgque._dead_letters_of(p_queue.queue_id);
+  return query select 'leases', queue, h.*, null::jsonb from pgque._health_leases(p_queue, v_back.subs, v_back.positions, p_retries) h;
+  if p_dead then
+    v_dead := pgque._dead_letters_of(p_queue.queue_id);
+  else
+    select 0::bigint as stay, null::timestamptz as newest, 0::bigint as waiting into v_dead;
+  end if;
   return query
     select 'dead letters', queue, case when d.stay + d.waiting > 0 then 'warn' else 'ok' end,
       d.stay || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
@@ -628,7 +655,7 @@ begin
       'events', coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0),
       'pending', v_late.pending,
       'lag', extract(epoch from v_late.lag),
-      'retries', (select count(*) from pgque.retry_queue r where r.ev_queue = p_queue.queue_id),
+      'retries', (select count(*) from pgque.retry_queue r where p_retries and r.ev_queue = p_queue.queue_id),
       'dead', v_dead.stay + v_dead.waiting,
       'in_flight', (select coalesce(sum(f.messages), 0) from pgque._in_flight(p_queue.queue_id, v_back.subs, v_back.positions) f),
       'consumers', v_back.consumers);
@@ -646,6 +673,7 @@ declare
   v_queue    pgque.queue;
   v_queues   int[] := pgque._some_queues(p_queues, 2);
   v_pumped   int[] := array(select o.id from pgque._pump_owners() o (id));
+  v_aside    record;
 begin
   if cardinality(v_queues) < cardinality(p_queues) then
     check_name := 'queues';
@@ -654,10 +682,12 @@ begin
     advice := 'Raise max_locks_per_transaction, or check one queue at a time: select * from pgque.health(queue).';
     return next;
   end if;
+  v_aside := pgque._set_aside(v_queues);
   for v_queue in select q.* from pgque.queue q where q.queue_id = any (v_queues) order by q.queue_name loop
     begin
       perform pgque._shorten_lock_timeout();
-      return query select h.* from pgque._queue_health(v_queue, v_pumped, p_figures) h;
+      return query select h.* from pgque._queue_health(
+          v_queue, v_pumped, p_figures, (v_queue.queue_id = any (v_aside.retries)) is not false, (v_queue.queue_id = any (v_aside.dead)) is not false) h;
       perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then

@@ -246,15 +246,23 @@ comment on function pgque.history(text, text, interval, int, pgque.caller) is
   'delivered: by how many messages the position of the consumers moved forward, each message once for each consumer; expired and cancelled messages are among them, those that '
   'retention_period skipped are not. failed: deliveries that failed or whose lease expired, counted when the message is redelivered or given up. dead: messages given up, '
   'that is dead letters, also those that were forwarded, and messages that drop_policy dropped. A dead letter that was deleted or requeued within the minute is missing. '
-  'lag_seconds, pending_events: greatest value of a consumer, as in consumer_lags(); at most 200 consumers a minute are measured, NULL: those with values were not. Unit: messages, seconds. '
+  'lag_seconds, pending_events: greatest value of a consumer, as in consumer_lags(); at most 200 of those that lag are measured a minute; NULL if a consumer lagged and none was measured. Unit: messages, seconds. '
   'set_history(''lags'', …) sets how long samples are kept. Errors: PQ001 no such queue; PQ005 since or buckets out of range, or a consumer without a queue; PQ011 not subscribed.';
 
--- Returns whether the last tick may be ahead of a consumer, or batches of it are open.
+-- Returns whether the last tick may be ahead of a consumer, or batches of it are open.  A
+-- position moves past a window with the call after its ack.
 create or replace function pgque._is_behind(p_queue pgque.queue, p_pos pgque.position) returns boolean
 language sql volatile as $$
-  select (p_pos.pos_tick < pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) and p_pos.pos_event_seq < pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq)
-    or pg_catalog.cardinality(p_pos.pos_open) > 0) is true
+  select coalesce(n.tick < pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) and n.seq < pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), false)
+    or exists (select from pg_catalog.unnest(p_pos.pos_open) o (token) where not pgque._is_finished(o.token))
+  from (select p_pos.pos_fresh > 0 and p_pos.pos_last_id is null and pgque._is_finished(p_pos.pos_batch)) w (past)
+  cross join lateral (
+    select case when w.past then p_pos.pos_next_tick else p_pos.pos_tick end, case when w.past then p_pos.pos_next_event_seq else p_pos.pos_event_seq end
+  ) n (tick, seq)
 $$;
+
+create or replace function pgque._is_finished(p_batch bigint) returns boolean
+language sql volatile as $$ select exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.set_what = 'closed') $$;
 
 -- Stores the samples of some queues, of their consumers, and of all queues together.  A
 -- row whose figures have not changed is not written, unless the leaf is new or samples

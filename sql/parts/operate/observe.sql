@@ -264,8 +264,10 @@ $$;
 -- Returns the columns of get_consumer_info() for some subscribers of one queue.  With
 -- p_blind, only those that need no table of the queue.  p_last, p_new: the last tick of
 -- the queue, and whether it has rows that this tick does not show, if the caller knows.
+-- p_retries: false if the caller knows that the retry queue has nothing of the queue.
 create or replace function pgque._consumers(
   p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean, p_last pgque.tick default null, p_new boolean default null,
+  p_retries boolean default true,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
@@ -302,7 +304,7 @@ begin
       else
         lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_tick(v_pos))).tick_time end;
       end if;
-      if v_sub.sub_main is null then
+      if v_sub.sub_main is null and (p_retries or v_pos.pos_lapse <= v_now) then
         -- Messages that may be received again, or were not delivered yet because of
         -- their order.  Those in the open window are pending anyway.
         select coalesce(sum(w.n) filter (where w.behind), 0) as n, min(w.since) as since into v_due

@@ -39,7 +39,12 @@ async def _read(dsn: str) -> Overview:
 
 
 def _print(overview: Overview) -> None:
-    print_checks([HealthCheck(**problem) for problem in overview.problems])
+    print_checks(
+        [
+            HealthCheck(row["check_name"], row["queue"], row["status"], row["detail"], row["advice"])
+            for row in overview.problems
+        ]
+    )
     rows = [cells(queue) for queue in ordered(overview.queues.values(), COLUMNS[0].name)]
     rows.insert(0, [column.title for column in COLUMNS])
     width = line_width()

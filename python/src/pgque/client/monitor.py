@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from ..codec import encode
-from ..types import Action, HealthCheck, Metric, QueueInfo, Rate, Seconds, StatusRow, columns
+from ..types import Action, HealthCheck, HistoryBucket, Metric, QueueInfo, Rate, Seconds, StatusRow, columns
 from .calling import NONE, AsyncGroup
 
 
@@ -54,6 +54,23 @@ class AsyncMonitor(AsyncGroup):
             "%(queue)s::text, %(since)s::interval, %(buckets)s::int) as r",
             {"queue": queue, "since": encode.interval(since), "buckets": buckets},
             Rate,
+        )
+
+    async def history(
+        self,
+        queue: str | None = None,
+        consumer: str | None = None,
+        since: Seconds = timedelta(hours=6),
+        buckets: int = 72,
+    ) -> list[HistoryBucket]:
+        """Return what a queue, one of its consumers or all queues did in the last `since` seconds, in
+        `buckets` equal parts. Calls `pgque.history`. Raises PgqueQueueNotFoundError,
+        PgqueConsumerNotFoundError, PgqueBadArgumentError."""
+        return await self._client._rows(
+            f"select {columns(HistoryBucket, 'h')} from pgque.history("
+            "%(queue)s::text, %(consumer)s::text, %(since)s::interval, %(buckets)s::int) as h",
+            {"queue": queue, "consumer": consumer, "since": encode.interval(since), "buckets": buckets},
+            HistoryBucket,
         )
 
     async def get_queue_info(self, queue: str | None = None) -> list[QueueInfo]:

@@ -109,6 +109,7 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
     "pgque_messages_redelivered_total": (_CONSUMER, "Messages that were delivered again."),
     "pgque_messages_expired_total": (_CONSUMER, "Messages that expired before they were delivered."),
     "pgque_messages_dropped_total": (_CONSUMER, "Messages that were given up and deleted (drop_policy)."),
+    "pgque_messages_forwarded_total": (_CONSUMER, "Dead letters that were forwarded (dead_letter_queue)."),
     "pgque_messages_archived_total": (_CONSUMER, "Messages that were archived."),
     "pgque_consumer_lag_seconds": (_CONSUMER, "Age of the oldest pending message; 0 if none is pending."),
     "pgque_consumer_last_seen_seconds": (_CONSUMER, "Time since the consumer last received or acknowledged."),

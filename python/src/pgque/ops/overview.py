@@ -131,7 +131,12 @@ def read(rows: Iterable[Row]) -> tuple[list[Row], dict[str, Figures]]:
 
 def worst_first(problem: Row) -> tuple[bool, bool, str, str]:
     """Return what problems are sorted by: failed checks first, and those of the server before a queue's."""
-    return problem["status"] != "fail", problem["queue"] is not None, problem["queue"] or "", problem["check_name"]
+    return (
+        problem["status"] != "fail",
+        problem["queue"] is not None,
+        problem["queue"] or "",
+        problem["check_name"],
+    )
 
 
 def totals(queues: Collection[Figures]) -> Totals:

@@ -11,7 +11,6 @@ from ..cli.common import visible
 from ..ops.overview import STATES, Figures
 from ..ops.units import number, span
 
-
 LEAST = 12  # characters that a column without a width gets
 
 

@@ -153,7 +153,7 @@ class Frame(Screen[None]):
         line.update(Text(visible(text or status)))
 
     def offer(self) -> None:
-        """Show the keys anew if others are offered now: for another queue, or since a standby was promoted."""
+        """Show the keys anew where others are offered now: for another queue, or on a promoted standby."""
         queue = self.chosen_queue()
         offered = (self.state.source.writable, queue is not None and queue.paused)
         if offered != self._offered:
@@ -161,7 +161,7 @@ class Frame(Screen[None]):
             self.refresh_bindings()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer no change where nothing can be changed, and of pause and resume the one that changes something."""
+        """Offer no change where nothing can be changed; of pause and resume, offer what changes something."""
         if action in ("pause", "resume"):
             queue = self.chosen_queue()
             if (queue is not None and queue.paused) != (action == "resume"):

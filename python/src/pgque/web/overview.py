@@ -144,7 +144,9 @@ def of_one(page: Page, info: Row) -> Figures:
     name = info["queue_name"]
     rows = _in_time(page, ONE_QUERY, {"queue": name, "most": 2})
     if rows is None:
-        queue = Figures(name, bool(info["queue_paused"]), info["ev_per_sec"], problems=[{**SLOW, "queue": name}])
+        queue = Figures(
+            name, bool(info["queue_paused"]), info["ev_per_sec"], problems=[{**SLOW, "queue": name}]
+        )
     else:
         queue = read(rows)[1][name]
     if page.role["reader"]:

@@ -99,7 +99,10 @@ def _asked(page: Page) -> tuple[list[Row], list[Row]]:
 
 def _statement(page: Page, changed: list[Row]) -> Statement:
     config = {row["name"]: row["typed"] or None for row in changed}
-    return "select pgque.alter_queue(%s, %s::jsonb)", [page.form.need("queue"), json.dumps(config, ensure_ascii=False)]
+    return "select pgque.alter_queue(%s, %s::jsonb)", [
+        page.form.need("queue"),
+        json.dumps(config, ensure_ascii=False),
+    ]
 
 
 def ask(page: Page) -> Response:
@@ -114,7 +117,7 @@ def ask(page: Page) -> Response:
 
 
 def _question(page: Page, changed: list[Row], error: str = "") -> Response:
-    """Show the changes. What somebody else has set since the form was opened is said, and then counts as seen."""
+    """Show the changes, and the values that somebody else has set meanwhile, which count as seen then."""
     name = page.form.need("queue")
     fields = [("queue", name)]
     for row in changed:
