@@ -580,7 +580,8 @@ def test_messages_are_found_and_one_is_shown_with_all_that_is_known(
     assert "Trace id 4bf92f3577b34da6a3ce929d0e0e4736" in page
     assert "bytes, 2 bytes" in page
     assert "00ff" in page
-    assert "No consumer has this message" in text(b.get("/message", 404, queue=queue, id=ids[2]))
+    assert "every consumer has finished it" in text(b.get("/message", queue=queue, id=ids[2]))
+    assert "it was never sent" in text(b.get("/message", 404, queue=queue, id=999))
 
 
 def test_a_test_message_is_sent_with_its_options_and_errors_keep_what_was_typed(
