@@ -230,7 +230,9 @@ def test_what_is_known_of_a_message_is_told_from_its_sending_to_its_end(own: Con
 
     def history(msg_id: int) -> list[tuple[Any, ...]]:
         with own.cursor(row_factory=namedtuple_row) as cursor:
-            story = cursor.execute("select * from pgque.message_history('q', %s)", [msg_id]).fetchall()
+            story: list[Any] = cursor.execute(
+                "select * from pgque.message_history('q', %s)", [msg_id]
+            ).fetchall()
         times = [row.at for row in story if row.at]
         assert times == sorted(times)
         return [(row.event, row.consumer_name, row.worker, row.detail) for row in story]

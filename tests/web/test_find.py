@@ -72,7 +72,7 @@ def test_lists_are_kept_as_files_with_their_filter_and_without_formulas(
     conn.execute("select pgque.pause(%s)", [queue])
     b = browser(admin)
 
-    def kept(path: str, kind: str, **fields: object) -> tuple[list[dict[str, Any]], Any]:
+    def kept(path: str, kind: str, **fields: str | int) -> tuple[list[dict[str, Any]], Any]:
         page = b.client.get(path, params={"format": kind, **fields})
         assert page.status_code == 200, page.text
         assert re.fullmatch(
@@ -253,7 +253,9 @@ def test_a_dead_letter_is_edited_and_requeued_and_the_archive_keeps_the_original
     payloads = ["\nfirst line is empty\r\nlast", '{"to": "nobody"}', "x" * 200_001]
     batch, ids = leased(conn, tick, queue, payloads)
     conn.execute("select pgque.dead(%s, %s, 'no such address')", [batch, ids])
-    letters = dict(conn.execute("select ev_id, dl_id from pgque.dlq_inspect(%s)", [queue]).fetchall())
+    letters: dict[int, int] = dict(
+        conn.execute("select ev_id, dl_id from pgque.dlq_inspect(%s)", [queue]).fetchall()
+    )
     b = browser(admin)
     assert "Edit and requeue…" in text(b.get("/message", queue=queue, id=ids[1]))
     assert "Edit and requeue…" not in text(b.get("/message", queue=queue, id=ids[2]))
