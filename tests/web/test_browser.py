@@ -366,6 +366,7 @@ def test_times_are_in_the_zone_of_the_browser_and_show_utc_also_after_the_page_w
         [queue, queue, queue],
     )
     utc = conn.execute("select next_run from pgque.list_recurring() where name = %s", [queue]).fetchone()
+    assert utc is not None
     try:
         page = opened(address, admin, timezone_id="Asia/Kolkata")
         page.goto(f"{address}/recurring")
@@ -384,13 +385,13 @@ def test_times_are_in_the_zone_of_the_browser_and_show_utc_also_after_the_page_w
             "(at) => new Date(at).toLocaleTimeString('sv', {hour: '2-digit', minute: '2-digit', timeZone: 'Asia/Kolkata'})",
             label.get_attribute("datetime"),
         )
-        assert "GMT+5:30" in page.locator("[data-at] title").first.text_content()
+        assert "GMT+5:30" in (page.locator("[data-at] title").first.text_content() or "")
         # As live.js does it
         page.evaluate(
             "async () => { const fresh = new DOMParser().parseFromString(await (await fetch(location.href)).text(), 'text/html');"
             " document.querySelector('[data-live]').replaceWith(fresh.querySelector('[data-live]')); }"
         )
-        assert "GMT+5:30" in page.locator("[data-at] title").first.text_content()
+        assert "GMT+5:30" in (page.locator("[data-at] title").first.text_content() or "")
         without = opened(address, admin, timezone_id="Asia/Kolkata", java_script_enabled=False)
         without.goto(f"{address}/recurring")
         found = without.get_by_role("row").filter(has_text=queue).locator("time").first
