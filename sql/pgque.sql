@@ -1221,17 +1221,52 @@ create table if not exists pgque.action (
 ) partition by list (leaf);
 comment on table pgque.action is 'Changes by hand. Internal: see list_actions().';
 
+-- Samples of figures that exist anyway, at most one a minute: counters, which go on from
+-- row to row, so that a row that is missing loses nothing.  A queue's row has smp_sub 0,
+-- and the row of all queues together has smp_queue 0 too.  There is no row while nothing
+-- changes.
+--   smp_sent          the event sequence: how many message ids were drawn
+--   smp_passed        up to which of these ids the consumer has received, less what it missed
+--   smp_redelivered, smp_removed   sums of the tally: redelivered; dropped and forwarded
+--   smp_dead          dead letters that were there at a sample and are not forwarded
+--   smp_mark          of all queues: the sequence of dead letters at the sample
+--   smp_gap           of all queues: there is no sample between then and this row
 create sequence if not exists pgque.sample_leaf as int minvalue 0 maxvalue 1;
+create sequence if not exists pgque.sample_hour_leaf as int minvalue 0 maxvalue 1;
 create sequence if not exists pgque.sampled minvalue 0;
 create table if not exists pgque.sample (
   smp_time     timestamptz not null,
   smp_queue    int not null,
   smp_sub      int not null,
-  smp_lag      real not null,
-  smp_pending  bigint not null,
-  leaf         int not null
+  smp_lag      real,
+  smp_pending  bigint,
+  leaf         int not null,
+  smp_sent         bigint,
+  smp_passed       bigint,
+  smp_redelivered  bigint,
+  smp_removed      bigint,
+  smp_dead         bigint,
+  smp_mark         bigint,
+  smp_gap          timestamptz
 ) partition by list (leaf);
-comment on table pgque.sample is 'Samples of the lag of consumers. Internal: see consumer_lags().';
+do $$
+begin
+  perform pgque._add_columns('pgque.sample', $c$
+    smp_sent bigint;
+    smp_passed bigint;
+    smp_redelivered bigint;
+    smp_removed bigint;
+    smp_dead bigint;
+    smp_mark bigint;
+    smp_gap timestamptz$c$);
+  if exists (select from pg_attribute a where a.attrelid = 'pgque.sample'::regclass and a.attname = 'smp_lag' and a.attnotnull) then
+    alter table pgque.sample alter smp_lag drop not null, alter smp_pending drop not null;
+  end if;
+end
+$$;
+comment on table pgque.sample is 'Samples of queues and consumers, one a minute, for a day. Internal: see history() and consumer_lags().';
+create table if not exists pgque.sample_hour (like pgque.sample) partition by list (leaf);
+comment on table pgque.sample_hour is 'The same, one an hour: the last counters, and the greatest lag. Internal: see history() and consumer_lags().';
 
 -- Sequences as registers that leave no dead rows: the last runs of the cleanup jobs in
 -- seconds since 1970, and the last notification of consumers for due messages in
@@ -1249,7 +1284,7 @@ declare
 begin
   for v_journal in
     select j.name, j.key, n as leaf
-    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id, set_what'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null),
+    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id, set_what'), ('tally', null), ('recurring_run', 'run_rec, run_n'), ('action', null), ('sample', null), ('sample_hour', null),
       ('idempotency', 'idem_queue, idem_key, idem_n'), ('sink_attempt', 'attempt'), ('sink_stage', 'attempt, n'), ('sink_epoch', 'sink_id, epoch, part')) j (name, key)
     cross join generate_series(0, 1) n
   loop
@@ -1325,10 +1360,16 @@ begin
   end if;
 end
 $$;
+-- Samples from before 0.12, which were all kept for the same time
+insert into pgque.sample_hour (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf)
+select max(s.smp_time), s.smp_queue, s.smp_sub, max(s.smp_lag), max(s.smp_pending), l.last_value
+from pgque.sample s, pgque.sample_hour_leaf l
+where not exists (select from pgque.sample n where n.smp_queue = 0) and not exists (select from pgque.sample_hour)
+group by s.smp_queue, s.smp_sub, date_trunc('hour', s.smp_time), l.last_value;
 comment on column pgque.config.keep_actions is
   'How long list_actions() goes back at least; none: actions are not recorded. Set by set_history(''actions'', interval).';
 comment on column pgque.config.keep_lags is
-  'How long consumer_lags() goes back at least; none: lags are not sampled. Set by set_history(''lags'', interval).';
+  'How long history() and consumer_lags() go back at least; none: no samples are taken. Set by set_history(''lags'', interval).';
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
 comment on column pgque.dead_letter.dl_forward is
@@ -1392,6 +1433,10 @@ begin
       ('dead_letter_forward', 'index', 'dead_letter (dl_forward, dl_id) where dl_forward is not null'),
       -- A query for a batch compares pos_sub + 0.  Otherwise a plan without statistics also
       -- reads all rows of the consumer in the primary key.
+      ('sample_0_of', 'index', 'sample_0 (smp_queue, smp_sub, smp_time)'),
+      ('sample_1_of', 'index', 'sample_1 (smp_queue, smp_sub, smp_time)'),
+      ('sample_hour_0_of', 'index', 'sample_hour_0 (smp_queue, smp_sub, smp_time)'),
+      ('sample_hour_1_of', 'index', 'sample_hour_1 (smp_queue, smp_sub, smp_time)'),
       ('position_0_batch', 'index', 'position_0 (pos_batch) where pos_batch is not null'),
       ('position_1_batch', 'index', 'position_1 (pos_batch) where pos_batch is not null')
     ) i (name, kind, on_rows)
@@ -2506,7 +2551,7 @@ declare
 begin
   if v_queue.queue_paused then
     perform pgque._fail('PQ013', pg_catalog.format('queue is paused: %I', v_queue.queue_name),
-      'Resume it as an administrator: select pgque.resume(name);');
+      pg_catalog.format('Resume it as an administrator: select pgque.resume(%L);', v_queue.queue_name));
   end if;
   perform pgque._rebase(v_queue.queue_id);
   return v_queue.queue_name;
@@ -2977,18 +3022,29 @@ begin
 end
 $$;
 
+-- Returns whether a snapshot shows rows of a queue that its last tick does not show.
+create or replace function pgque._has_new_rows(p_queue_id int, p_last pgque.tick, p_snapshot pg_snapshot) returns boolean
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+declare
+  v_found  boolean;
+begin
+  execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, p_snapshot)))
+  into v_found;
+  return v_found;
+end
+$$;
+
 -- Returns why a queue gets a tick with this snapshot: 'events' (it shows events that no
 -- tick covers), 'forced' or 'idle'.  Or returns why it gets none: 'nothing' (it shows
--- no such events), or null (too early to check).  The function only reads: no WAL, no
--- transaction id.
-create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
-language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+-- no such events), or null (too early to check).  p_new: what _has_new_rows() returned,
+-- if the caller asked it.  The function only reads: no WAL, no transaction id.
+create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot, p_new boolean default null) returns text
+language plpgsql as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
   v_age    interval := v_now - p_last.tick_time;
   v_ahead  boolean := v_age < '-1 second';   -- the clock was set back, by more than a correction
-  v_found  boolean;
   v_none   text;
 begin
   if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
@@ -2997,9 +3053,7 @@ begin
   if v_count >= p_queue.queue_ticker_max_count or v_ahead
     or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
   then
-    execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, p_snapshot)))
-    into v_found;
-    if v_found then
+    if coalesce(p_new, pgque._has_new_rows(p_queue.queue_id, p_last, p_snapshot)) then
       return 'events';
     end if;
     v_none := 'nothing';
@@ -6373,7 +6427,9 @@ language sql set enable_seqscan = off set jit = off as $$
   select r.ev_batch from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch is not null
 $$;
 
-create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
+create or replace function pgque.reclaim(
+  queue_name text, consumer_name text, older_than interval default '0', msg_id bigint default null, caller pgque.caller default current_user
+) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
@@ -6384,6 +6440,16 @@ begin
   if $3 is null then
     perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
       'Pass the age of the batches to release, such as ''10 minutes''. ''0'' releases all of them.');
+  end if;
+  if $4 is not null then
+    v_count := (
+      select count(*)
+      from pgque._batches_with(v_sub.sub_id, $4) b (id)
+      cross join lateral pgque._lease(v_sub.sub_id, b.id) l
+      cross join lateral pgque._set_outcomes(b.id, array[$4], 'release', null, null, true) o
+      where v_sub.sub_role = 'pool' and (l.pos_time > v_now - $3 and l.pos_time <= v_now) is not true and o.ok);
+    perform pgque._record_action('reclaim', $1, jsonb_build_object('consumer_name', $2, 'older_than', $3, 'msg_id', $4)) where v_count > 0;
+    return v_count;
   end if;
   perform pgque._lock_subscriber(v_sub.sub_id);
   -- A worker that is just finishing its batch keeps it.
@@ -6399,9 +6465,9 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.reclaim(text, text, interval, pgque.caller) is
+comment on function pgque.reclaim(text, text, interval, bigint, pgque.caller) is
   'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
-  'number of batches. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
+  'number of batches. msg_id: only this message of them; returns 1, or 0 if no worker has it. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
 
 create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
@@ -6679,7 +6745,7 @@ begin
 end
 $$;
 
-create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
+create or replace function pgque.retry_now(queue_name text, consumer_name text, msg_id bigint default null, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
@@ -6687,14 +6753,14 @@ declare
   v_count  bigint;
 begin
   update pgque.retry_queue r set ev_retry_after = v_now
-  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
+  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null and ($3 is null or r.ev_id = $3);
   get diagnostics v_count = row_count;
-  perform pgque._record_action('retry_now', $1, jsonb_build_object('consumer_name', $2, 'messages', v_count)) where v_count > 0;
+  perform pgque._record_action('retry_now', $1, jsonb_build_object('consumer_name', $2, 'msg_id', $3, 'messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
-comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes all pending retries of a consumer due now, for example after a repair, or after a clock that was ahead. Returns their number. Errors: '
+comment on function pgque.retry_now(text, text, bigint, pgque.caller) is
+  'Makes all pending retries of a consumer due now, for example after a repair, or after a clock that was ahead. msg_id: only this message. Returns their number. Errors: '
   'PQ001 no such queue; PQ011 not subscribed.';
 -- ---------------------------------------------------------------------------
 -- dead: dead letters
@@ -6812,6 +6878,13 @@ begin
   letter as (
     delete from pgque.dead_letter d using found f where d.dl_id = f.dl_id and f.nominates
     returning d.*, f.queue_name
+  ),
+  counted as (
+    insert into pgque.tally (tal_queue, tal_sub, tal_what, tal_count, leaf)
+    select l.dl_queue_id, coalesce(s.sub_id, 0), 'forwarded', count(*), pgque._journal_leaf()
+    from letter l
+    left join pgque.subscriber s on s.sub_queue = l.dl_queue_id and s.sub_consumer = l.dl_consumer_id and s.sub_main is null
+    group by 1, 2
   )
   select count(pgque._send(v_target.queue_name, l.ev_type, l.ev_data, l.ev_extra1, l.ev_extra2, l.ev_extra3, l.ev_extra4,
     coalesce(l.ev_headers, '{}') || pg_catalog.jsonb_build_object('pgque_dead', pg_catalog.jsonb_build_object(
@@ -6889,7 +6962,7 @@ language sql immutable as $$
 $$;
 
 create or replace function pgque.dlq_reasons(
-  queue_name text, caller pgque.caller default current_user,
+  queue_name text, limit_count int default 200000, caller pgque.caller default current_user,
   out consumer_name text, out reason text, out dead_letters bigint, out held bigint, out oldest timestamptz, out newest timestamptz, out newest_dl_id bigint
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -6906,7 +6979,7 @@ begin
         from pgque.dead_letter d
         where d.dl_queue_id = v_queue.queue_id
         order by d.dl_id desc
-        limit 200000
+        limit case when $2 < 0 then 0 else $2 end
       ) d
       group by d.dl_consumer_id, d.dl_reason
     ) d
@@ -6915,10 +6988,10 @@ begin
     order by 3 desc, 1, 2;
 end
 $$;
-comment on function pgque.dlq_reasons(text, pgque.caller) is
+comment on function pgque.dlq_reasons(text, int, pgque.caller) is
   'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
   'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
-  'characters, shows numbers as N (not digits of a word, such as utf-8), and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
+  'characters, shows numbers as N (not digits of a word, such as utf-8), and is empty if none was given. The newest limit_count dead letters count (NULL: all). Errors: PQ001 no such queue.';
 
 -- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
 -- same one.  p_call: the function to record in list_actions(), if a role calls it by
@@ -7046,6 +7119,35 @@ comment on function pgque.dlq_requeue(bigint, pgque.caller) is
   'Requeues a dead letter: the consumer that failed it receives the message again. Returns the message''s id, which stays. Its retries '
   'count from zero, and retention_period from now. Errors: PQ008 no such dead letter; PQ011 that consumer was '
   'unsubscribed.';
+
+create or replace function pgque.dlq_edit(
+  dl_id bigint, payload text default null, type text default null, headers jsonb default null, caller pgque.caller default current_user
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_dead   pgque.dead_letter := pgque._take_dead_letter(dlq_edit.dl_id, caller, 'dlq_edit');
+  v_sub    pgque.subscriber;
+begin
+  if $4 is not null then
+    perform pgque._headers((select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id), $4);
+  end if;
+  v_sub.sub_consumer := v_dead.dl_consumer_id;
+  execute pgque._archive_sql(null, 'select ($3).*, ($3).dl_receives as ev_receives, null::text as ev_worker', v_dead.dl_queue_id)
+  using v_sub, null::text, v_dead, null, null, 'edited'::text;
+  perform pgque._count(v_dead.dl_queue_id, 0, 'archived', 1);
+  if $2 is not null then
+    v_dead.ev_data := $2;
+    v_dead.ev_bytes := null;
+  end if;
+  v_dead.ev_type := coalesce($3, v_dead.ev_type);
+  v_dead.ev_headers := coalesce($4, v_dead.ev_headers);
+  return pgque._requeue(v_dead);
+end
+$$;
+comment on function pgque.dlq_edit(bigint, text, text, jsonb, pgque.caller) is
+  'Requeues a dead letter with another payload, type or headers (NULL: as they are): the consumer that failed it receives the message again. The message as it '
+  'was is kept in the archive with outcome edited, in the same transaction. Returns the message''s id, which stays. Errors: PQ005 headers are no object; PQ008 no such dead letter; PQ011 that '
+  'consumer was unsubscribed.';
 
 create or replace function pgque.dlq_requeue_all(
   queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user
@@ -9378,6 +9480,28 @@ create or replace function pgque.create_recurring(
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, null, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
 comment on function pgque.create_recurring(text, text, text, text, bytea, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
   'Creates or changes a recurring message whose payload is bytes. The result, the options and the errors are those of a text.';
+
+create or replace function pgque.next_runs(
+  cron text, timezone text default 'UTC', n int default 5, starts_at timestamptz default null, ends_at timestamptz default null
+) returns setof timestamptz
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_rec  pgque.recurring := pgque._schedule($1, $2, $4, $5);
+  v_run  timestamptz := pgque.clock();
+begin
+  if (n between 1 and 100) is not true then
+    perform pgque._fail('PQ005', format('no such number of runs: %s', coalesce(n::text, 'null')), 'Pass n from 1 to 100.');
+  end if;
+  for v_i in 1..n loop
+    v_run := pgque._next_run(v_rec, v_run);
+    exit when v_run is null;
+    return next v_run;
+  end loop;
+end
+$$;
+comment on function pgque.next_runs(text, text, int, timestamptz, timestamptz) is
+  'Returns when a recurring message with this schedule would run next: n times (1 to 100), or fewer before ends_at. The arguments are those of '
+  'create_recurring(); an interval without starts_at counts from now. Only for the role pgque_writer. Errors: PQ005 invalid schedule or n.';
 
 create or replace function pgque.drop_recurring(name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -13973,6 +14097,32 @@ $$;
 create or replace function pgque._shorten_lock_timeout() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
+-- Returns how many messages a second were sent to a queue: since its last tick that is a
+-- minute old, found backwards, since a busy queue has too many ticks to read, or since
+-- the first tick of a younger queue.  p_last: the last tick.
+create or replace function pgque._rate(p_queue pgque.queue, p_last pgque.tick) returns double precision
+language plpgsql as $$
+declare
+  v_before  timestamptz := pgque.clock() - interval '1 minute';
+  v_tick    pgque.tick;
+begin
+  if p_last.tick_time <= v_before then
+    return 0;
+  end if;
+  execute pg_catalog.format('select t.* from pgque.tick_%s_%s t where t.tick_time <= $1 order by t.tick_id desc limit 1', p_queue.queue_id, p_queue.queue_cur_table)
+  into v_tick using v_before;
+  if v_tick.tick_id is null then
+    execute pg_catalog.format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue.queue_id))
+    into v_tick using v_before;
+  end if;
+  if v_tick.tick_id is null then
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
+  end if;
+  -- For a second at least: a burst after the creation is no rate.
+  return (p_last.tick_event_seq - v_tick.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_tick.tick_time), 1);
+end
+$$;
+
 -- These functions read each queue with the same statements.  One plan for all queues
 -- takes less time than one plan for each (plan_cache_mode).  The plan has to use
 -- indexes: one queue may have nearly all retries and dead letters.  Without sequential
@@ -13990,7 +14140,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
-  v_old    pgque.tick;
+  v_rate   double precision;
   v_seq    bigint;
 begin
   if $1 is not null then
@@ -14002,18 +14152,12 @@ begin
     order by q.queue_name
   loop
     v_last := null;
-    v_old := null;
+    v_rate := null;
     begin
       perform pgque._shorten_lock_timeout();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
-        -- The last tick that is a minute old, found backwards, since a busy queue has too many
-        -- ticks to read; the first tick of a younger queue.
-        execute format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_old using pgque.clock() - interval '1 minute';
-        if v_old.tick_id is null then
-          execute format('select t.* from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id)) into v_old;
-        end if;
+        v_rate := pgque._rate(v_queue, v_last);
       end if;
       v_seq := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
@@ -14025,6 +14169,7 @@ begin
         null;
       when lock_not_available then
         v_last := null;
+        v_rate := null;
       when others then
         if $1 is not null or not pgque._was_dropped(v_queue.queue_id) then
           raise;
@@ -14035,9 +14180,7 @@ begin
       select v_queue.queue_name, v_queue.queue_ntables, v_queue.queue_cur_table, v_queue.queue_rotation_period, v_queue.queue_switch_time,
         v_queue.queue_external_ticker, v_queue.queue_ticker_paused, v_queue.queue_ticker_max_count, v_queue.queue_ticker_max_lag,
         v_queue.queue_ticker_idle_period, pgque.clock() - v_last.tick_time,
-        -- For a second at least: a burst after the creation is no rate.
-        ((v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1))::float8,
-        v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
+        v_rate, v_seq - v_last.tick_event_seq, v_last.tick_id, v_queue.queue_paused, v_queue.queue_max_retries, v_queue.queue_uid;
   end loop;
 end
 $$;
@@ -14047,16 +14190,31 @@ comment on function pgque.get_queue_info(text, pgque.caller) is
 
 -- Returns the subscribers of a queue, or those of a name, each with its newest
 -- position.  Both leaves in one statement: a position may move from one to the other.
+-- Batches that were closed since are not in pos_open: most consumers have no other, and
+-- the state of a batch takes longer to find out than all else.
 create or replace function pgque._positions(p_queue_id int, p_name text default null) returns table (sub pgque.subscriber, pos pgque.position)
 language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_found  record;
 begin
-  return query
-    select s, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position end
+  for v_found in
+    select s as sub, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position end as pos,
+      case when pg_catalog.cardinality(n.pos_open) > 0 then array(
+        select o.id
+        from pg_catalog.unnest(n.pos_open) with ordinality o (id, n)
+        where not exists (select from pgque.settled c where c.set_batch = o.id and c.set_ev_id = 0 and c.set_what = 'closed')
+        order by o.n) end as open
     from pgque.subscriber s
     left join lateral (
       select p.* from pgque.position p where p.pos_sub = s.sub_id order by p.pos_seq desc limit 1
     ) n on true
-    where s.sub_queue = p_queue_id and (p_name is null or pgque._subscriber_name(s) = p_name);
+    where s.sub_queue = p_queue_id and (p_name is null or pgque._subscriber_name(s) = p_name)
+  loop
+    sub := v_found.sub;
+    pos := v_found.pos;
+    pos.pos_open := coalesce(v_found.open, pos.pos_open);
+    return next;
+  end loop;
 end
 $$;
 
@@ -14089,9 +14247,11 @@ declare
   v_mid    bigint := v_low + 1;   -- this is the tick, if messages come without a pause
   v_tick   pgque.tick;
 begin
-  if p_pos.pos_tick = p_last.tick_id or pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
-    v_sent := pgque._unfinished(p_sub, p_pos, pg_catalog.pg_current_snapshot());
-    return case when v_sent is not null then greatest(v_since, v_sent) end;
+  v_sent := pgque._unfinished(p_sub, p_pos, pg_catalog.pg_current_snapshot());
+  if v_sent is null then
+    return null;   -- most consumers are here
+  elsif p_pos.pos_tick = p_last.tick_id or pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
+    return greatest(v_since, v_sent);
   end if;
   while v_high - v_low > 1 loop
     execute pg_catalog.format('select t.* from (%s) t where t.tick_id >= $1 order by t.tick_id limit 1', pgque._ticks_sql(p_sub.sub_queue))
@@ -14111,10 +14271,12 @@ end
 $$;
 
 -- Returns the columns of get_consumer_info() for some subscribers of one queue.  With
--- p_blind, only those that need no table of the queue.  p_last: the last tick of the
--- queue, if the caller knows it.
+-- p_blind, only those that need no table of the queue.  p_last, p_new: the last tick of
+-- the queue, and whether it has rows that this tick does not show, if the caller knows.
+-- p_retries: false if the caller knows that the retry queue has nothing of the queue.
 create or replace function pgque._consumers(
-  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean, p_last pgque.tick default null,
+  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean, p_last pgque.tick default null, p_new boolean default null,
+  p_retries boolean default true,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
@@ -14143,13 +14305,15 @@ begin
     if not p_blind then
       pending_events := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_pos.pos_event_seq;
       if v_sub.sub_main is null then
-        lag := pgque.clock() - pgque._pending_since(v_sub, v_pos, p_last);
+        -- A consumer at the last tick has nothing pending if nothing came since.
+        lag := case when v_pos.pos_tick <> p_last.tick_id or p_new is not false or v_pos.pos_snapshot::text <> p_last.tick_snapshot::text
+          then pgque.clock() - pgque._pending_since(v_sub, v_pos, p_last) end;
         -- What was rolled back has drawn ids, too.
         pending_events := case when lag is null then 0 else pending_events end;
       else
         lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_tick(v_pos))).tick_time end;
       end if;
-      if v_sub.sub_main is null then
+      if v_sub.sub_main is null and (p_retries or v_pos.pos_lapse <= v_now) then
         -- Messages that may be received again, or were not delivered yet because of
         -- their order.  Those in the open window are pending anyway.
         select coalesce(sum(w.n) filter (where w.behind), 0) as n, min(w.since) as since into v_due
@@ -14407,14 +14571,15 @@ $$;
 
 -- Returns all messages of a queue, or one (p_id), with one row for each consumer that
 -- has it.  Of each kind, these are the first p_limit rows by id that satisfy p_where,
--- or more: all rows of one message are returned together.  p_where is a condition on a
--- row m of the result.  p_status, p_consumer and p_after, which are part of p_where
--- too, avoid needless reads.
+-- or more: all rows of one message are returned together.  With p_before they are the last
+-- ones below that id.  p_where is a condition on a row m of the result.  p_status,
+-- p_consumer, p_after and p_before, which are part of p_where too, avoid needless reads.
 -- These are several statements, and messages move meanwhile.  So that none is missed, the
 -- positions are read first: a message that is delivered later is still ahead of them.  And
 -- each place is read before the one that its messages move to.
 create or replace function pgque._messages(
   p_queue pgque.queue, p_id bigint, p_limit int, p_where text default 'true', p_status text default null, p_consumer text default null, p_after bigint default 0,
+  p_before bigint default null,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -14444,21 +14609,22 @@ begin
       v_sub := v_subs[n];
       for v_held in
         select h.* from pgque._states(v_sub.sub_id, (v_at[n]).pos_open) h
-        where h.place = 'log' and ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= p_id) is not true
+        where h.place = 'log' and ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= coalesce(p_id, p_before - 1)) is not true
       loop
         return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and, v_places)), $q$
           case when e.ev_expires <= $2 and $4 <= $2 then 'expired' when $4 > $2 then 'processing' else 'retry' end,
           case when $4 = 'infinity' then e.ev_time else $4 end, coalesce(e.ev_retry, 0) + $6, $5, case when $4 > $2 then $7 end
-          $q$, p_where)
+          $q$, p_where, p_before is not null)
         using v_sub.sub_consumer, v_now, p_limit, v_held.until, (v_held.lease).pos_worker, (v_sub.sub_role = 'pool')::int, v_held.token;
       end loop;
     end loop;
   end if;
   if coalesce(p_status, 'delayed') in ('pending', 'processing', 'delayed', 'retry', 'expired') then
-    return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
+    return query execute pgque._limited_sql(pgque._retry_messages_sql(), p_where, p_before is not null)
+    using p_queue.queue_id, v_now, p_limit, coalesce(p_id, p_before - 1), p_after;
   end if;
   for n in 1..coalesce(pg_catalog.cardinality(v_subs), 0) loop
-    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], p_limit, p_where, p_status, p_after, v_places, v_at[n]) m;
+    return query select m.* from pgque._messages_ahead(p_queue, v_subs[n], p_limit, p_where, p_status, p_after, v_places, v_at[n], p_before) m;
   end loop;
   if coalesce(p_status, 'dead') in ('dead', 'failed') then
     -- One consumer after the other, in the order of an index.
@@ -14469,8 +14635,8 @@ begin
         -- One lookup each; an EXISTS may become a join with all dead letters.
         and (select true from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id limit 1)
     loop
-      return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where)
-      using p_queue.queue_id, v_now, p_limit, p_id, p_after, v_sub.sub_consumer;
+      return query execute pgque._limited_sql(pgque._dead_messages_sql(' and d.dl_consumer_id = $6'), p_where, p_before is not null)
+      using p_queue.queue_id, v_now, p_limit, coalesce(p_id, p_before - 1), p_after, v_sub.sub_consumer;
     end loop;
   end if;
   if coalesce(p_status, 'archived') = 'archived' then
@@ -14480,8 +14646,8 @@ begin
         a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
-      where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where)
-    using p_queue.queue_id, v_now, p_limit, p_id, p_after;
+      where a.ev_id > $5 and a.ev_id <= coalesce($4, 9223372036854775807) and $q$ || pgque._archived_by('a', p_queue.queue_id), p_where, p_before is not null)
+    using p_queue.queue_id, v_now, p_limit, coalesce(p_id, p_before - 1), p_after;
   end if;
 exception
   when others then
@@ -14492,10 +14658,11 @@ $$;
 
 -- Returns those of them that are in the log and that a consumer at p_position (null: where
 -- it stands now) has not received.  It reads ids range by range, each eight times as long as
--- the one before, until it has enough.  (No sequential scans: if a table was analyzed when it
+-- the one before, until it has enough: upwards, or downwards from p_before.  (No sequential scans: if a table was analyzed when it
 -- had only the first range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[], p_position pgque.position default null,
+  p_before bigint default null,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -14504,6 +14671,8 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
   v_position  pgque.position := pgque._next_from(case when p_position.pos_sub is null then pgque._position(p_sub.sub_id) else p_position end);
+  v_newest    bigint;
+  v_after     bigint := p_after;
   v_upto      bigint;
   v_and       text := '';
   v_xids      int8multirange := '{(,)}';
@@ -14516,25 +14685,41 @@ begin
   then
     return;
   end if;
+  v_newest := pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq);
+  if p_before <= v_newest then
+    v_upto := p_before - 1;
+  end if;
   loop
     if p_places is null then
-      v_upto := greatest(v_upto, p_after, v_position.pos_event_seq) + v_length;
-      if v_moved or v_upto >= pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is not false then
-        v_upto := null;
+      if p_before is not null then
+        -- The last range has all that is left: a message with an old id may be ahead too.
+        v_after := coalesce(v_upto, v_newest, 0) - v_length;
+        if pgque._noted(p_queue.queue_id, '{external}') or v_after <= greatest(p_after, v_position.pos_event_seq) then
+          v_after := p_after;
+        end if;
+      else
+        v_upto := greatest(v_after, v_position.pos_event_seq) + v_length;
+        if v_moved or v_upto >= v_newest is not false then
+          v_upto := null;
+        end if;
       end if;
-      v_and := pg_catalog.format(' and e.ev_id > %s%s', p_after, ' and e.ev_id <= ' || v_upto);
-      v_xids := pgque._span_xids(p_queue, p_after, v_upto);
+      v_and := pg_catalog.format(' and e.ev_id > %s%s', v_after, ' and e.ev_id <= ' || v_upto);
+      v_xids := pgque._span_xids(p_queue, v_after, v_upto);
     end if;
     return query execute pgque._messages_sql(
       pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, v_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
         case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
         e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
-        $q$, p_where)
+        $q$, p_where, p_before is not null)
     using p_sub.sub_consumer, pgque.clock(), p_limit;
     get diagnostics v_count = row_count;
     v_found := v_found + v_count;
-    exit when v_upto is null or v_found >= p_limit;
-    p_after := v_upto;
+    exit when v_found >= p_limit or p_places is not null or case when p_before is null then v_upto is null else v_after = p_after end;
+    if p_before is null then
+      v_after := v_upto;
+    else
+      v_upto := v_after;
+    end if;
     v_length := 8 * v_length;
   end loop;
 end
@@ -14577,7 +14762,7 @@ $f$;
 
 -- Returns a query for rows of pgque.event as _messages() returns them for consumer $1.
 -- p_state: expressions for status, available_at, receive_count, worker and batch id.
-create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text) returns text
+create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text, p_down boolean) returns text
 language sql immutable as $f$
   select pgque._limited_sql(pg_catalog.format(
     $q$
@@ -14585,12 +14770,12 @@ language sql immutable as $f$
       e.ev_time, x.available_at, x.receives, coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, x.worker, x.batch, null::bigint
     from (%s) e
     cross join lateral (select %s) x (status, available_at, receives, worker, batch)
-    $q$, p_rows, p_state), p_where)
+    $q$, p_rows, p_state), p_where, p_down)
 $f$;
 
--- Returns a query for the first $3 rows by id that satisfy a condition, and the other
--- rows of the last message.
-create or replace function pgque._limited_sql(p_rows text, p_where text) returns text
+-- Returns a query for the first $3 rows by id that satisfy a condition, or with p_down
+-- for the last ones, and the other rows of the message where they end.
+create or replace function pgque._limited_sql(p_rows text, p_where text, p_down boolean default false) returns text
 language sql immutable as $f$
   select pg_catalog.format(
     $q$
@@ -14598,9 +14783,9 @@ language sql immutable as $f$
     from (%s) m (msg_id, consumer_name, status, type, payload, headers, key, payload_bytes, created_at, available_at, receive_count, retry_count,
       last_error, expires_at, worker, batch_id, dl_id)
     where %s
-    order by m.msg_id
+    order by m.msg_id%s
     fetch first $3 rows with ties
-    $q$, p_rows, p_where)
+    $q$, p_rows, p_where, case when p_down then ' desc' else '' end)
 $f$;
 
 -- No index serves the filters: one of the log by type made send_batch take 1.4 times as
@@ -14609,7 +14794,7 @@ $f$;
 create or replace function pgque.list_messages(
   queue_name text, only_status text default null, limit_count int default 100, only_type text default null, only_key text default null,
   only_consumer text default null, since timestamptz default null, until timestamptz default null, matching text default null,
-  after_id bigint default null, caller pgque.caller default current_user,
+  after_id bigint default null, before_id bigint default null, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
@@ -14626,7 +14811,7 @@ begin
     perform pgque._fail('PQ005', format('limit_count must not be negative, for queue %I', v_queue.queue_name),
       'Pass the highest number of messages to list, such as 100.');
   end if;
-  v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
+  v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.msg_id < ' || $11, 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
     'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
     pgque._matching_sql($9, 'pg_catalog.left(m.payload, 100000), m.headers::text, m.last_error'));
   -- The planner takes a status for rare, and would read and sort the whole retry queue.
@@ -14635,20 +14820,21 @@ begin
     select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
       m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id, m.dl_id
     from (
-      select m.*, row_number() over w as n, rank() over (order by m.msg_id) as begins
-      from pgque._messages(v_queue, null, $3, v_where, $2, $6, coalesce($10, 0)) m
-      window w as (order by m.msg_id, m.consumer_name)
+      select m.*, row_number() over (order by o.place, m.consumer_name) as n, rank() over (order by o.place) as begins
+      from pgque._messages(v_queue, null, $3, v_where, $2, $6, coalesce($10, 0), $11) m
+      cross join lateral (select case when $11 is null then m.msg_id else -m.msg_id end as place) o
     ) m
-    where m.n <= $3 or m.begins <= $3 and $10 is not null
+    where m.n <= $3 or m.begins <= $3 and coalesce($10, $11) is not null
     order by m.n;
 end
 $$;
-comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
+comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, bigint, pgque.caller) is
   'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, '
   'processing, delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: only those of '
   'this type, key or consumer. since, until: only those created at since or later, and before until. matching: only those with this text in the '
   'payload (its first 100,000 characters), the headers or last_error, in upper or lower case (of the letters that the database''s locale knows). '
-  'after_id: only those with a greater id. To read page by page, begin with 0 and continue with the last msg_id; a message then has all its rows, '
+  'after_id: only those with a greater id. before_id: only those with a lower id, the newest first. To read page by page, begin with after_id 0, or '
+  'with before_id 9223372036854775807, and continue with the last msg_id; a message then has all its rows, '
   'so there may be a few more than limit_count. available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead '
   'letter. A filter that few messages satisfy makes the call read all of them, for each consumer: with only_consumer, for one. Errors: PQ001 no such queue; PQ005 another status, or limit_count '
   'is negative.';
@@ -14677,6 +14863,81 @@ $$;
 comment on function pgque.get_message(text, bigint, pgque.caller) is
   'Returns one message, a row for each consumer that still has it, without receiving it. The columns are those of list_messages(). Errors: PQ001 '
   'no such queue; PQ010 no consumer has it.';
+
+create or replace function pgque.message_history(
+  queue_name text, msg_id bigint, caller pgque.caller default current_user,
+  out at timestamptz, out event text, out consumer_name text, out worker text, out number bigint, out detail text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $f$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_event  pgque.event := pgque._event_in_log(v_queue, $2);
+  v_tick   pgque.tick;
+  v_ended  text := case when v_event.ev_id is not null then 'done' end;
+begin
+  -- Without the note, no index serves the search for what was cancelled.
+  if v_ended = 'done' and pgque._noted(v_queue.queue_id, '{cancelled}') then
+    v_ended := pgque._ended_state(v_queue, null, $2);
+  end if;
+  if v_event.ev_id is not null and not pgque._noted(v_queue.queue_id, '{moved,external}') then
+    v_tick := pgque._tick_of_event(v_queue, $2);   -- else the order of ids is not the one of ticks
+  end if;
+  return query execute format(
+    $q$
+    with m as materialized (
+      select m.* from pgque._messages($1, $2, 100) m where $2 is not null
+    ),
+    found as (
+      select coalesce($3, min(m.created_at)) as at, 'sent' as event, null::text as consumer_name, null::text as worker, null::bigint as number, null::text as detail
+      from m
+      having coalesce($3, min(m.created_at)) is not null
+      union all
+      select $4, 'ticked', null, null, $5, null where $5 is not null
+      union all
+      select l.pos_time, 'delivered', m.consumer_name, m.worker, m.batch_id, 'delivery ' || m.receive_count
+      from m
+      join pgque.consumer c on c.co_name = m.consumer_name
+      join pgque.subscriber s on s.sub_queue = $6 and s.sub_consumer = c.co_id and s.sub_main is null
+      cross join lateral pgque._lease(s.sub_id, m.batch_id) l
+      where m.status = 'processing' and l.pos_time is not null
+      union all
+      select m.available_at, case m.status when 'processing' then 'lease expires' else 'due' end, m.consumer_name, m.worker, null,
+        concat_ws(', ', case when m.retry_count > 0 then 'rejected ' || m.retry_count || ' times' end, m.last_error)
+      from m
+      where m.status in ('processing', 'retry', 'delayed')
+      union all
+      select m.expires_at, 'expires', m.consumer_name, null, null, null from m where m.status <> 'archived' and isfinite(m.expires_at)
+      union all
+      select d.dl_time, m.status, m.consumer_name, null, d.dl_id, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || ' deliveries' end, d.dl_reason)
+      from m
+      join pgque.dead_letter d on d.dl_id = m.dl_id
+      union all
+      select a.archived_at, 'archived', c.co_name, a.arc_worker, a.archive_id, concat_ws(', ', a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || ' deliveries' end)
+      from pgque.archive a
+      left join pgque.consumer c on c.co_id = a.arc_consumer
+      where a.ev_id = $2 and %s
+      union all
+      select null, $8, null, null, null, null where $8 is not null and not exists (select from m)
+      union all
+      select a.act_time, a.act_call, a.act_args ->> 'consumer_name', null, null, 'by ' || a.act_role
+      from (select a.* from pgque.action a order by a.act_time desc limit 1000) a
+      where a.act_queue = $7 and a.act_args ->> 'msg_id' = $2::text
+    )
+    select f.at, f.event, f.consumer_name, f.worker, f.number, nullif(f.detail, '')
+    from found f
+    order by f.at nulls last, f.event <> 'sent', f.event, f.consumer_name
+    $q$, pgque._archived_by('a', v_queue.queue_id))
+  using v_queue, $2, v_event.ev_time, v_tick.tick_time, v_tick.tick_id, v_queue.queue_id, v_queue.queue_name, v_ended;
+  if not found then
+    perform pgque._no_message(v_queue, $2);
+  end if;
+end
+$f$;
+comment on function pgque.message_history(text, bigint, pgque.caller) is
+  'Returns what is known of one message, the oldest first: at, event, consumer_name, worker, number, detail. Nothing is stored for it: the rows come from the '
+  'log, open batches, retries, dead letters, the archive and the newest 1,000 actions. event: sent, ticked (the first tick that may cover it), '
+  'delivered, lease expires, due, expires, dead, failed, archived, done or cancelled (without a time), or the function that a role called for it. number: the tick_id of ticked, the batch_id of delivered, the dl_id of dead and failed, the archive_id of archived. Errors: '
+  'PQ001 no such queue; PQ010 nothing is known of the message.';
 
 create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) returns void
 language plpgsql as $$
@@ -14966,6 +15227,30 @@ begin
 end
 $$;
 
+-- Returns how many messages of a queue are leased now, a row for each lease.  The
+-- subscribers are those of _slowest_consumers(): if they are not all, all are read.
+create or replace function pgque._in_flight(p_queue_id int, p_subs pgque.subscriber[], p_positions pgque.position[], out sub_id int, out messages bigint)
+returns setof record
+language plpgsql as $$
+declare
+  v_now   timestamptz := pgque.clock();
+  v_busy  int[];   -- those that may have an open batch
+begin
+  v_busy := case when cardinality(p_subs) < pgque._most_consumers()
+    then array(select (p_subs[g.n]).sub_id from generate_subscripts(p_subs, 1) g (n) where cardinality((p_positions[g.n]).pos_open) > 0)
+    else array(select (p.sub).sub_id from pgque._positions(p_queue_id) p where cardinality((p.pos).pos_open) > 0) end;
+  return query
+    select b.id, (o.lease).pos_done_count - o.settled
+    from unnest(v_busy) b (id)
+    cross join lateral pgque._open_batches(b.id) o
+    union all
+    select s.sub_id, 1
+    from pgque.subscriber s
+    join pgque.retry_queue r on r.ev_owner = s.sub_id
+    where s.sub_queue = p_queue_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now;   -- by the index of held ones
+end
+$$;
+
 -- Returns the metrics of one queue.
 create or replace function pgque._queue_metrics(
   p_queue pgque.queue, p_bytes numeric, out metric text, out queue text, out consumer text, out value double precision
@@ -14973,7 +15258,6 @@ create or replace function pgque._queue_metrics(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_last   pgque.tick := pgque._last_tick(p_queue);
-  v_now    timestamptz := pgque.clock();
   v_back   record;
   v_shown  int[];
 begin
@@ -15006,17 +15290,7 @@ begin
     group by t.tal_what, c.co_name;
   return query
     select 'pgque_messages_in_flight', p_queue.queue_name, c.co_name, sum(h.messages)::double precision
-    from (
-      select (p.sub).sub_id, (o.lease).pos_done_count - o.settled as messages
-      from pgque._positions(p_queue.queue_id) p
-      cross join lateral pgque._open_batches((p.sub).sub_id) o
-      where cardinality((p.pos).pos_open) > 0
-      union all
-      select s.sub_id, 1
-      from pgque.subscriber s
-      join pgque.retry_queue r on r.ev_owner = s.sub_id
-      where s.sub_queue = p_queue.queue_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now   -- by the index of held ones
-    ) h
+    from pgque._in_flight(p_queue.queue_id, v_back.subs, v_back.positions) h
     left join pgque.subscriber s on s.sub_id = h.sub_id and s.sub_id = any (v_shown)
     left join pgque.consumer c on c.co_id = s.sub_consumer
     group by c.co_name;
@@ -15025,7 +15299,7 @@ begin
     from (
       -- A consumer may have the name of a subconsumer of another one: a.b.
       select distinct on (c.consumer_name) c.*
-      from pgque._consumers(p_queue, v_back.subs, v_back.positions, false, v_last) c
+      from pgque._consumers(p_queue, v_back.subs, v_back.positions, false, v_last, pgque._has_new_rows(p_queue.queue_id, v_last, pg_current_snapshot())) c
       order by c.consumer_name, c.role = 'coop_member'
     ) i
     cross join lateral (values
@@ -15183,12 +15457,12 @@ begin
 end
 $$;
 
-create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, out status text, out detail text, out advice text)
+create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, p_new boolean, out status text, out detail text, out advice text)
 language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_waits  interval;   -- how long a message has waited for a tick
 begin
-  if pgque._tick_reason(p_queue, p_last, pg_current_snapshot()) = 'events' then
+  if pgque._tick_reason(p_queue, p_last, pg_current_snapshot(), p_new) = 'events' then
     -- The seal or the purge of a message with a key is no message.
     execute format('select $1 - greatest($2, e.ev_time) from (%s) e where (e.ev_owner < 0) is not true limit 1',
       pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, pg_current_snapshot())))
@@ -15214,14 +15488,14 @@ begin
 end
 $$;
 
+-- p_latest: the consumer whose oldest pending message is oldest, and p_lag its age.
 create or replace function pgque._health_consumers(
-  p_queue pgque.queue, p_last pgque.tick, p_consumers bigint, p_subs pgque.subscriber[], p_positions pgque.position[], p_cause text,
+  p_queue pgque.queue, p_consumers bigint, p_latest text, p_lag interval, p_cause text,
   out status text, out detail text, out advice text
 )
 language plpgsql as $$
 declare
   v_soon    interval := 0.8 * p_queue.queue_retention_period;
-  v_late    record;   -- the consumer whose oldest pending message is oldest
   v_unread  bigint;
 begin
   status := 'ok';
@@ -15230,32 +15504,28 @@ begin
     execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
     if v_unread > 0 and p_queue.queue_health_pending_warn > '0' then
       status := 'warn';
-      detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
+      detail := format('%s recent messages that no consumer gets: the queue has none', replace(v_unread::text, '1000', '1000 or more'));
       advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
         p_queue.queue_name);
     end if;
     return;
   end if;
-  select c.consumer_name, c.lag into v_late
-  from pgque._consumers(p_queue, p_subs, p_positions, false, p_last) c
-  order by c.lag desc, c.consumer_name
-  limit 1;
   status := case
-    when v_late.lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
-    when v_late.lag > least(nullif(p_queue.queue_health_pending_warn, '0'), v_soon) then 'warn'
+    when p_lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
+    when p_lag > least(nullif(p_queue.queue_health_pending_warn, '0'), v_soon) then 'warn'
     else 'ok'
   end;
-  detail := case when p_consumers = 1 then '1 consumer, ' else p_consumers || ' consumers, ' end
-    || case when v_late.lag > '0' then format('oldest message pending for consumer %s: %s', v_late.consumer_name, date_trunc('milliseconds', v_late.lag))
-      else 'nothing pending' end;
+  detail := case when p_lag > '0' then format('%s since the oldest pending message of consumer %s', date_trunc('milliseconds', p_lag), p_latest)
+      else 'nothing pending' end
+    || case when p_consumers = 1 then ' (1 consumer)' else format(' (%s consumers)', p_consumers) end;
   if status <> 'ok' then
     advice := concat_ws(' ',
-      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.alter_queue(%L, ''{"retention_period": "%s"}'').',
+      case when p_lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.alter_queue(%L, ''{"retention_period": "%s"}'').',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
       case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
-        else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', v_late.consumer_name, p_queue.queue_name)
+        else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', p_latest, p_queue.queue_name)
       end,
-      case when v_late.lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
+      case when p_lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
   end if;
 end
 $$;
@@ -15292,7 +15562,7 @@ $$;
 -- lease was extended again and again, or is long.  Leased messages are not pending, so
 -- no other check shows them.
 create or replace function pgque._health_leases(
-  p_queue pgque.queue, p_subs pgque.subscriber[], out status text, out detail text, out advice text
+  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_retries boolean, out status text, out detail text, out advice text
 )
 language plpgsql as $$
 declare
@@ -15300,37 +15570,66 @@ declare
   v_long  interval := greatest(10 * p_queue.queue_visibility_timeout, nullif(p_queue.queue_health_pending_fail, '0'));
   v_held  record;   -- the oldest one
 begin
-  select pgque._subscriber_name(s) as consumer, h.worker, v_now - h.since as age into v_held
-  from pg_catalog.unnest(p_subs) s
+  select pgque._subscriber_name(p_subs[g.n]) as consumer, h.worker, v_now - h.since as age into v_held
+  from pg_catalog.generate_subscripts(p_subs, 1) g (n)
   cross join lateral (
-    select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._open_batches(s.sub_id) o where o.until > v_now
+    select (o.lease).pos_worker as worker, (o.lease).pos_time as since
+    from pgque._open_batches((p_subs[g.n]).sub_id) o
+    where pg_catalog.cardinality((p_positions[g.n]).pos_open) > 0 and o.until > v_now
     union all
     select l.pos_worker, l.pos_time
-    from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now) b
-    cross join lateral pgque._lease(s.sub_id, b.id) l
+    from (
+      select distinct r.ev_batch as id
+      from pgque.retry_queue r
+      where p_retries and r.ev_owner = (p_subs[g.n]).sub_id and r.ev_batch is not null and r.ev_retry_after + '0' > v_now
+    ) b
+    cross join lateral pgque._lease((p_subs[g.n]).sub_id, b.id) l
   ) h
-  where s.sub_role = 'pool'
+  where (p_subs[g.n]).sub_role = 'pool'
   order by h.since
   limit 1;
   status := case when v_held.age > v_long and p_queue.queue_health_pending_fail > '0' then 'warn' else 'ok' end;
   detail := case when v_held.age is null then 'no worker holds a lease'
-    else pg_catalog.format('worker %s of consumer %s has held a lease for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
+    else pg_catalog.format('%s is the age of the oldest lease, of worker %s of consumer %s', pg_catalog.date_trunc('seconds', v_held.age), v_held.worker, v_held.consumer) end;
   advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it and release its messages: select pgque.reclaim(%L, %L, %L)',
     p_queue.queue_name, v_held.consumer, v_long) end;
 end
 $$;
 
+-- Returns which of some queues have rows in the retry queue, and which have dead letters:
+-- most have neither, and one lookup each takes less time than the queries that would find
+-- nothing.  Null if a table is locked.
+create or replace function pgque._set_aside(p_queues int[], out retries int[], out dead int[])
+language plpgsql as $$
+begin
+  perform pgque._shorten_lock_timeout();
+  retries := array(select q.id from unnest(p_queues) q (id) where (select true from pgque.retry_queue r where r.ev_queue = q.id limit 1));
+  dead := array(select q.id from unnest(p_queues) q (id) where (select true from pgque.dead_letter d where d.dl_queue_id = q.id limit 1));
+  perform pgque._undo_block();
+exception
+  when sqlstate 'PQ099' then
+    null;
+  when lock_not_available then
+    retries := null;
+    dead := null;
+end
+$$;
+
 -- Returns all checks of one queue; no row if it was dropped meanwhile.  p_pumped: see
--- _pump_owners().
+-- _pump_owners().  p_retries, p_dead: whether it has any.  With p_figures there is one more row, with the figures of overview().
 create or replace function pgque._queue_health(
-  p_queue pgque.queue, p_pumped int[], out check_name text, out queue text, out status text, out detail text, out advice text
+  p_queue pgque.queue, p_pumped int[], p_figures boolean, p_retries boolean, p_dead boolean,
+  out check_name text, out queue text, out status text, out detail text, out advice text, out figures jsonb
 ) returns setof record
 language plpgsql as $$
 declare
   v_last     pgque.tick;
+  v_new      boolean;
   v_back     record;
   v_ticks    record;
   v_retries  record;
+  v_late     record;   -- the consumers' lags
+  v_dead     record;
 begin
   check_name := 'tables';
   queue := p_queue.queue_name;
@@ -15350,46 +15649,74 @@ begin
   end if;
   v_last := pgque._last_tick(p_queue);
   select f.* into v_back from pgque._slowest_consumers(p_queue.queue_id) f;
-  return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_back.slowest, v_back.slowest_seq) h;
-  v_ticks := pgque._health_ticks(p_queue, v_last);
-  return query select 'ticks', queue, v_ticks.status, v_ticks.detail, v_ticks.advice;
+  return query select 'senders', queue, h.*, null::jsonb from pgque._health_senders(p_queue, v_back.consumers, v_back.slowest, v_back.slowest_seq) h;
+  v_new := pgque._has_new_rows(p_queue.queue_id, v_last, pg_current_snapshot());
+  v_ticks := pgque._health_ticks(p_queue, v_last, v_new);
+  return query select 'ticks', queue, v_ticks.status, v_ticks.detail, v_ticks.advice, null::jsonb;
   return query
     select 'rotation', queue, case when r.late then 'warn' else 'ok' end,
       format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_back.slowest, '(none)')),
       case when r.late then 'Let the slowest consumer catch up, or unsubscribe it. Release the batches that its workers hold (list_workers) with reclaim(). End the sessions that lock the queue''s tables (pg_dump, an open transaction)'
-        || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end
+        || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end, null::jsonb
     from (
       select pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
         and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 as late
       offset 0
     ) r;
-  v_retries := pgque._health_retries(p_queue, p_pumped, v_back.subs);
+  if p_retries then
+    v_retries := pgque._health_retries(p_queue, p_pumped, v_back.subs);
+  else
+    select 'ok' as status, '0 due' as detail, null as advice into v_retries;
+  end if;
+  select pg_catalog.max(c.lag) as lag, pg_catalog.max(c.pending_events) as pending, (pg_catalog.array_agg(c.consumer_name order by c.lag desc, c.consumer_name))[1] as consumer
+  into v_late
+  from pgque._consumers(p_queue, v_back.subs, v_back.positions, false, v_last, v_new, p_retries) c;
   return query
-    select 'consumers', queue, h.*
-    from pgque._health_consumers(p_queue, v_last, v_back.consumers, v_back.subs, v_back.positions,
+    select 'consumers', queue, h.*, null::jsonb
+    from pgque._health_consumers(p_queue, v_back.consumers, v_late.consumer, v_late.lag,
       case when v_ticks.status <> 'ok' then 'ticks' when v_retries.status <> 'ok' then 'retries' end) h;
-  return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice;
-  return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs) h;
+  return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice, null::jsonb;
+  return query select 'leases', queue, h.*, null::jsonb from pgque._health_leases(p_queue, v_back.subs, v_back.positions, p_retries) h;
+  if p_dead then
+    v_dead := pgque._dead_letters_of(p_queue.queue_id);
+  else
+    select 0::bigint as stay, null::timestamptz as newest, 0::bigint as waiting into v_dead;
+  end if;
   return query
     select 'dead letters', queue, case when d.stay + d.waiting > 0 then 'warn' else 'ok' end,
       d.stay || coalesce(', newest at ' || d.newest, '') || case when d.waiting > 0 then format(', %s wait to be forwarded', d.waiting) else '' end,
       case
         when d.stay > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue)
         when d.waiting > 0 then 'Resume the queue that dead_letter_queue names, raise its max_depth, or start its consumers.'
-      end
-    from pgque._dead_letters_of(p_queue.queue_id) d;
+      end, null::jsonb
+    from (select v_dead.stay, v_dead.newest, v_dead.waiting) d;
+  if p_figures then
+    check_name := 'figures';
+    status := 'ok'; detail := null; advice := null;
+    figures := jsonb_build_object(
+      'ev_per_sec', pgque._rate(p_queue, v_last),
+      'events', coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0),
+      'pending', v_late.pending,
+      'lag', extract(epoch from v_late.lag),
+      'retries', (select count(*) from pgque.retry_queue r where p_retries and r.ev_queue = p_queue.queue_id),
+      'dead', v_dead.stay + v_dead.waiting,
+      'in_flight', (select coalesce(sum(f.messages), 0) from pgque._in_flight(p_queue.queue_id, v_back.subs, v_back.positions) f),
+      'consumers', v_back.consumers);
+    return next;
+  end if;
 end
 $$;
 
--- Returns the checks of some queues, in the order of their names.
+-- Returns the checks of some queues, in the order of their names; p_figures as above.
 create or replace function pgque._health_of(
-  p_queues int[], out check_name text, out queue text, out status text, out detail text, out advice text
+  p_queues int[], p_figures boolean, out check_name text, out queue text, out status text, out detail text, out advice text, out figures jsonb
 ) returns setof record
 language plpgsql as $$
 declare
   v_queue    pgque.queue;
   v_queues   int[] := pgque._some_queues(p_queues, 2);
   v_pumped   int[] := array(select o.id from pgque._pump_owners() o (id));
+  v_aside    record;
 begin
   if cardinality(v_queues) < cardinality(p_queues) then
     check_name := 'queues';
@@ -15398,10 +15725,12 @@ begin
     advice := 'Raise max_locks_per_transaction, or check one queue at a time: select * from pgque.health(queue).';
     return next;
   end if;
+  v_aside := pgque._set_aside(v_queues);
   for v_queue in select q.* from pgque.queue q where q.queue_id = any (v_queues) order by q.queue_name loop
     begin
       perform pgque._shorten_lock_timeout();
-      return query select h.* from pgque._queue_health(v_queue, v_pumped) h;
+      return query select h.* from pgque._queue_health(
+          v_queue, v_pumped, p_figures, (v_queue.queue_id = any (v_aside.retries)) is not false, (v_queue.queue_id = any (v_aside.dead)) is not false) h;
       perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
@@ -15493,22 +15822,30 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queues  int[] := pgque._visible($1, caller);
 begin
-  return query select h.* from pgque._health_of(v_queues) h;
-  return query
-    select h.*
-    from pgque._recurring_health() h
-    where h.queue in (select q.queue_name from pgque.queue q where q.queue_id = any (v_queues));
+  return query select h.check_name, h.queue, h.status, h.detail, h.advice from pgque._health(v_queues, false) h;
 end
 $$;
 comment on function pgque.health(text, pgque.caller) is
   'Returns those checks of health() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
 
-create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+-- Returns the checks of some queues, with null of all queues and of the server;
+-- p_figures: see _queue_health().
+create or replace function pgque._health(
+  p_queues int[], p_figures boolean, out check_name text, out queue text, out status text, out detail text, out advice text, out figures jsonb
+) returns setof record
+language plpgsql as $$
 declare
   v_found  record;
   v_cron   record;
 begin
+  if p_queues is not null then
+    return query select h.* from pgque._health_of(p_queues, p_figures) h;
+    return query
+      select h.*, null::jsonb
+      from pgque._recurring_health() h
+      where h.queue in (select q.queue_name from pgque.queue q where q.queue_id = any (p_queues));
+    return;
+  end if;
   check_name := 'ticker'; queue := null;
   select bool_or(s.status = 'running') filter (where s.component = 'ticker') as runs, max(s.detail) filter (where s.component = 'ticker') as detail,
     max(s.status) filter (where s.component = 'scheduler') as scheduler
@@ -15529,20 +15866,20 @@ begin
   end if;
   -- If queues wait for the ticker, its check is before theirs.
   return query
-    with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
+    with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q), p_figures) with ordinality h),
     waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
-    select f.check_name, f.queue, f.status, f.detail, f.advice
+    select f.check_name, f.queue, f.status, f.detail, f.advice, f.figures
     from (
-      select health.check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
-        health.detail || case when health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
-        health.advice, 0 as ordinality
+      select _health.check_name, null as queue, case when _health.status = 'warn' and w.queues is not null then 'fail' else _health.status end as status,
+        _health.detail || case when _health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
+        _health.advice, null::jsonb as figures, 0 as ordinality
       from waits w
       union all
       select f.* from found f
     ) f
     order by f.ordinality;
 
-  return query select h.* from pgque._recurring_health() h;
+  return query select h.*, null::jsonb from pgque._recurring_health() h;
 
   detail := pgque._loading();
   if detail is not null then
@@ -15601,12 +15938,63 @@ begin
   return next;
 end
 $$;
+
+create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+begin
+  return query select h.check_name, h.queue, h.status, h.detail, h.advice from pgque._health(null, false) h;
+end
+$$;
 comment on function pgque.health() is
   'Returns one check a row: status (ok, warn or fail), detail (what was found) and advice (what to do). The settings health_* of a queue are its '
   'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues (two a queue, see '
   'max_locks_per_transaction), some queues are checked, chosen at random, and the check queues says so.';
+
+-- One pass over the queues for checks and figures: each takes its locks, and reads its
+-- ticks and positions, once.
+create or replace function pgque.overview(
+  queue_name text default null, caller pgque.caller default current_user,
+  out queue text, out paused boolean, out ev_per_sec double precision, out events bigint, out pending_events bigint, out lag_seconds double precision,
+  out retries bigint, out dead_letters bigint, out in_flight bigint, out consumers bigint, out bytes bigint, out ticker_paused boolean, out problems jsonb
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+declare
+  v_queues  int[] := pgque._visible($1, caller);
+  v_all     boolean := $1 is null and pgque._may(caller, 'see', null);
+  v_sizes   jsonb := case when $1 is not null then pgque._sizes_soon(v_queues) end;
+begin
+  return query
+    with found as materialized (
+      select h.* from pgque._health(case when not v_all then v_queues end, true) with ordinality h
+    ), seen as (
+      select f.queue,
+        pg_catalog.jsonb_agg(jsonb_build_object('check_name', f.check_name, 'status', f.status, 'detail', f.detail, 'advice', f.advice) order by f.ordinality)
+          filter (where f.status <> 'ok') as problems,
+        -- Each queue has one row with figures.
+        (pg_catalog.array_agg(f.figures) filter (where f.figures is not null))[1] as figures
+      from found f
+      group by f.queue
+    )
+    select q.queue_name, q.queue_paused, (s.figures ->> 'ev_per_sec')::double precision, (s.figures ->> 'events')::bigint, (s.figures ->> 'pending')::bigint,
+      (s.figures ->> 'lag')::double precision, (s.figures ->> 'retries')::bigint, (s.figures ->> 'dead')::bigint, (s.figures ->> 'in_flight')::bigint,
+      (s.figures ->> 'consumers')::bigint, (v_sizes ->> q.queue_id::text)::bigint, q.queue_ticker_paused, coalesce(s.problems, '[]')
+    from pgque.queue q
+    left join seen s on s.queue = q.queue_name
+    where q.queue_id = any (v_queues)
+    union all
+    select null, null, null, null, null, null, null, null, null, null, null, null, s.problems
+    from seen s
+    where s.queue is null and s.problems is not null
+    order by 1 nulls first;
+end
+$$;
+comment on function pgque.overview(text, pgque.caller) is
+  'Returns what pgque web and pgque top show first, one row for each queue that the caller has a right to, or for one queue: paused, ev_per_sec (over the last minute), events (sent, '
+  'ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries, dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), ticker_paused, and '
+  'problems (the rows of health() that are not ok, as a JSON array). For a member of pgque_reader, a first row without a queue has those of the whole server. Figures are NULL if another '
+  'session has a table of the queue locked. Errors: PQ001 no such queue.';
 -- ---------------------------------------------------------------------------
--- history: how many messages were sent, how far consumers lagged, who changed what
+-- history: what queues and consumers did, and who changed what
 -- ---------------------------------------------------------------------------
 
 -- A binary search over ids finds the newest tick at each of these times, for all times
@@ -15704,15 +16092,16 @@ begin
   end if;
   return query
     select s.smp_time, pgque._subscriber_name(b), s.smp_lag, s.smp_pending
-    from pgque.sample s
-    join pgque.subscriber b on b.sub_id = s.smp_sub
-    where s.smp_queue = v_queue.queue_id and s.smp_time >= pgque.clock() - $3 and (v_sub is null or s.smp_sub = v_sub)
+    from pgque.subscriber b
+    cross join lateral pgque._samples(b.sub_queue, b.sub_id, pgque.clock() - $3) s
+    where b.sub_queue = v_queue.queue_id and b.sub_main is null and (v_sub is null or b.sub_id = v_sub) and s.smp_time >= pgque.clock() - $3 and s.smp_lag > 1
     order by s.smp_time, 2;
 end
 $$;
 comment on function pgque.consumer_lags(text, text, interval, pgque.caller) is
   'Returns the lag of the consumers of a queue, or of one of them, for an interval (since) that ends now. Each minute, maint() takes a sample of '
-  'every consumer that has not finished the messages that ticks cover; a consumer without a sample had finished them. lag_seconds: age of the '
+  'every consumer that has not finished the messages that ticks cover; a consumer without a sample had finished them. After a day, one sample an '
+  'hour is left, with the greatest lag. lag_seconds: age of the '
   'oldest pending message. pending_events: as in get_consumer_info(). Unit: seconds, messages. set_history(''lags'', …) sets how long samples are '
   'kept. Errors: PQ001 no such queue; PQ005 since is not above 0; PQ011 not subscribed.';
 
@@ -15728,39 +16117,294 @@ exception
 end
 $$;
 
--- Only consumers that the last tick is ahead of have a sample, at most 200 a minute,
--- those with the most messages ahead first: an idle database writes nothing, and a busy
--- one not much.  The loop ticks no queue meanwhile, so a locked queue is waited for
--- only once.  Each queue keeps two locks until the transaction ends.  If the server has
--- no room for all queues, some are chosen at random.
+-- Returns the samples of a queue (p_sub 0), a consumer, or all queues (0, 0) since a time,
+-- and the last one before it: those of each minute, and for the time before these, those
+-- of each hour.
+create or replace function pgque._samples(p_queue int, p_sub int, p_since timestamptz) returns setof pgque.sample
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_minutes  timestamptz := (select min(s.smp_time) from pgque.sample s where s.smp_queue = p_queue and s.smp_sub = p_sub);
+begin
+  return query
+    select f.*
+    from (
+      select s.* from pgque.sample s where s.smp_queue = p_queue and s.smp_sub = p_sub and s.smp_time >= p_since
+      union all
+      select h.* from pgque.sample_hour h
+      where h.smp_queue = p_queue and h.smp_sub = p_sub and h.smp_time >= p_since and (h.smp_time < v_minutes or v_minutes is null)
+      union all
+      (
+        select b.*
+        from (
+          (select s.* from pgque.sample s where s.smp_queue = p_queue and s.smp_sub = p_sub and s.smp_time < p_since order by s.smp_time desc limit 1)
+          union all
+          (select h.* from pgque.sample_hour h where h.smp_queue = p_queue and h.smp_sub = p_sub and h.smp_time < p_since order by h.smp_time desc limit 1)
+        ) b
+        order by b.smp_time desc
+        limit 1
+      )
+    ) f;
+end
+$$;
+
+-- Returns when no samples were taken: before the first one, between two that are further
+-- apart than three minutes, and since the last one if it is as old.
+create or replace function pgque._unsampled(p_since timestamptz) returns tstzmultirange
+language sql set enable_seqscan = off set jit = off as $$
+  select coalesce(pg_catalog.range_agg(g.gap), '{}')
+  from (
+    select tstzrange(s.smp_gap, s.smp_time) as gap
+    from (
+      select s.smp_gap, s.smp_time from pgque.sample s where s.smp_queue = 0 and s.smp_sub = 0 and s.smp_time >= p_since
+      union all
+      select h.smp_gap, h.smp_time from pgque.sample_hour h where h.smp_queue = 0 and h.smp_sub = 0 and h.smp_time >= p_since
+    ) s
+    where s.smp_gap <= s.smp_time
+    union all
+    select tstzrange(null, least(
+      (select min(s.smp_time) from pgque.sample s where s.smp_queue = 0 and s.smp_sub = 0),
+      (select min(h.smp_time) from pgque.sample_hour h where h.smp_queue = 0 and h.smp_sub = 0)))
+    union all
+    select tstzrange(l.at, null)
+    from (select to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.sampled'), 0)) as at) l
+    where l.at < pgque.clock() - interval '3 minutes'
+  ) g
+$$;
+
+create or replace function pgque.history(
+  queue_name text default null, consumer_name text default null, since interval default '6 hours', buckets int default 72,
+  caller pgque.caller default current_user,
+  out start_at timestamptz, out sent bigint, out delivered bigint, out failed bigint, out dead bigint, out lag_seconds real, out pending_events bigint
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queues  int[] := pgque._visible($1, caller);
+  v_sub     int;
+  v_end     timestamptz := pgque.clock();
+  v_width   interval := $3 / nullif($4, 0);
+  v_gaps    tstzmultirange;
+  v_every   boolean := $1 is null and pgque._may(caller, 'see', null);   -- whether the samples of all queues are the caller's to see
+begin
+  if ($3 > '0' and $3 <= '1 year' and $4 between 1 and 1000 and ($2 is null or $1 is not null)) is not true then
+    perform pgque._fail('PQ005', format('invalid history of %s: the last %s in %s buckets', coalesce('queue ' || quote_ident($1), 'all queues'), coalesce($3::text, 'null'), coalesce($4::text, 'null')),
+      'Pass since as an interval of at most a year, 1 to 1000 buckets, and a consumer only with its queue: select * from pgque.history(queue, consumer, ''6 hours'', 72);');
+  end if;
+  v_sub := case when $2 is not null then (pgque._subscriber($1, $2, caller)).sub_id end;
+  v_gaps := pgque._unsampled(v_end - $3);
+  return query
+    with series as materialized (
+      select 0 as queue, 0 as sub, null::timestamptz as born where v_every
+      union all
+      select q.queue_id, p.sub, case when p.sub = 0 then q.queue_created_at end
+      from pgque.queue q
+      cross join lateral (select 0 as sub union all select s.sub_id from pgque.subscriber s where s.sub_queue = q.queue_id and s.sub_main is null) p
+      where q.queue_id = any (v_queues) and not v_every and (v_sub is null or p.sub in (0, v_sub))
+    ), step as materialized (
+      -- What happened while no samples were taken counts nowhere.
+      select s.smp_time, s.smp_queue = 0 or s.smp_sub > 0 as lags, s.smp_lag, s.smp_pending, f.known,
+        greatest(s.smp_sent - coalesce(lag(s.smp_sent) over w, case when r.born >= s.smp_time - interval '3 minutes' then 0 end), 0) as sent,
+        greatest(s.smp_passed - lag(s.smp_passed) over w, 0) as passed,
+        greatest(s.smp_redelivered - lag(s.smp_redelivered) over w, 0) as again,
+        greatest(s.smp_removed - lag(s.smp_removed) over w, 0) + greatest(s.smp_dead - lag(s.smp_dead) over w, 0) as dead
+      from series r
+      cross join lateral pgque._samples(r.queue, r.sub, v_end - $3) s
+      cross join lateral (select not exists (select from unnest(v_gaps) g where upper(g) = s.smp_time)) f (known)
+      window w as (partition by s.smp_queue, s.smp_sub order by s.smp_time)
+    ), bucket as materialized (
+      select n, v_end - $3 + n * v_width as at, v_end - $3 + (n + 1) * v_width as until from generate_series(0, $4 - 1) n
+    ), filled as materialized (
+      select floor(extract(epoch from t.smp_time - (v_end - $3)) / extract(epoch from v_width))::int as n,
+        sum(t.sent) filter (where t.known) as sent, sum(t.passed) filter (where t.known) as passed,
+        sum(t.again) filter (where t.known) as again, sum(t.dead) filter (where t.known) as dead,
+        max(t.smp_lag) as lag, max(t.smp_pending) as pending, bool_or(t.lags and t.smp_lag is null) as unclear
+      from step t
+      where t.smp_time >= v_end - $3
+      group by 1
+    )
+    select b.at, x.sent, x.passed, x.again + x.dead, x.dead, x.lag, x.pending
+    from bucket b
+    left join filled f on f.n = b.n
+    left join lateral (
+      select coalesce(f.sent, 0)::bigint as sent, coalesce(f.passed, 0)::bigint as passed, coalesce(f.again, 0)::bigint as again, coalesce(f.dead, 0)::bigint as dead,
+        coalesce(f.lag, case when f.unclear is not true then 0 end) as lag, coalesce(f.pending, case when f.unclear is not true then 0 end) as pending
+      -- Half a bucket is enough to tell what its rest was like.
+      where coalesce((select sum(upper(g) - lower(g)) from unnest(v_gaps * tstzmultirange(tstzrange(b.at, b.until))) g), '0') <= v_width / 2
+    ) x on true
+    order by b.n;
+end
+$$;
+comment on function pgque.history(text, text, interval, int, pgque.caller) is
+  'Returns what a queue did, or one of its consumers, or all queues that the caller may see (NULL). An interval (since, at most a year) that ends now is divided into buckets (1 to '
+  '1000) of equal length, one a row. Each minute, maint() takes a sample of figures that exist anyway; after a day, one sample an hour is left. All columns are NULL '
+  'for a bucket of which more than half was not sampled, because nothing ran maint(). '
+  'sent: messages sent to the queue, also those that were rolled back. '
+  'delivered: by how many messages the position of the consumers moved forward, each message once for each consumer; expired and cancelled messages are among them, those that '
+  'retention_period skipped are not. failed: deliveries that failed or whose lease expired, counted when the message is redelivered or given up. dead: messages given up, '
+  'that is dead letters, also those that were forwarded, and messages that drop_policy dropped. A dead letter that was deleted or requeued within the minute is missing. '
+  'lag_seconds, pending_events: greatest value of a consumer, as in consumer_lags(); at most 200 of those that lag are measured a minute; NULL if a consumer lagged and none was measured. Unit: messages, seconds. '
+  'set_history(''lags'', …) sets how long samples are kept. Errors: PQ001 no such queue; PQ005 since or buckets out of range, or a consumer without a queue; PQ011 not subscribed.';
+
+-- Returns whether the last tick may be ahead of a consumer, or batches of it are open.  A
+-- position moves past a window with the call after its ack.
+create or replace function pgque._is_behind(p_queue pgque.queue, p_pos pgque.position) returns boolean
+language sql volatile as $$
+  select coalesce(n.tick < pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) and n.seq < pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), false)
+    or exists (select from pg_catalog.unnest(p_pos.pos_open) o (token) where not pgque._is_finished(o.token))
+  from (select p_pos.pos_fresh > 0 and p_pos.pos_last_id is null and pgque._is_finished(p_pos.pos_batch)) w (past)
+  cross join lateral (
+    select case when w.past then p_pos.pos_next_tick else p_pos.pos_tick end, case when w.past then p_pos.pos_next_event_seq else p_pos.pos_event_seq end
+  ) n (tick, seq)
+$$;
+
+create or replace function pgque._is_finished(p_batch bigint) returns boolean
+language sql volatile as $$ select exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.set_what = 'closed') $$;
+
+-- Stores the samples of some queues, of their consumers, and of all queues together.  A
+-- row whose figures have not changed is not written, unless the leaf is new or samples
+-- were missing before.  p_subs, p_lags, p_pending: the lags that were measured.  p_before:
+-- the time of the samples before.
+create or replace function pgque._add_samples(
+  p_queues int[], p_subs int[], p_lags real[], p_pending bigint[], p_before timestamptz
+) returns void
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_now   timestamptz := pgque.clock();
+  v_leaf  int := (select l.last_value from pgque.sample_leaf l);
+  v_dead  bigint := coalesce(pg_catalog.pg_sequence_last_value('pgque.dead_letter_dl_id_seq'), 0);
+  v_all   pgque.sample;
+  v_gap   timestamptz;
+begin
+  select s.* into v_all from pgque.sample s where s.smp_queue = 0 and s.smp_sub = 0 order by s.smp_time desc limit 1;
+  v_gap := case
+    when v_all.smp_time is null then v_now
+    when p_before not between v_now - interval '3 minutes' and v_now then greatest(p_before, v_all.smp_time)
+  end;
+  with counted as materialized (
+    select t.tal_sub, sum(t.tal_count) filter (where t.tal_what = 'redelivered') as redelivered, sum(t.tal_count) filter (where t.tal_what in ('dropped', 'forwarded')) as removed
+    from pgque.tally t
+    where t.tal_sub <> 0
+    group by 1
+  ), letter as materialized (
+    select d.dl_queue_id, d.dl_consumer_id, count(*) as n
+    from pgque.dead_letter d
+    where d.dl_id > greatest(coalesce(v_all.smp_mark, v_dead), v_dead - 100000) and d.dl_id <= v_dead and d.dl_forward is null
+    group by 1, 2
+  ), figure as materialized (
+    select q.queue_id as queue, 0 as sub, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) as sent, null::bigint as passed, null::bigint as redelivered, null::bigint as removed,
+      null::bigint as letters, null::real as lag, null::bigint as pending, q.queue_created_at as born
+    from pgque.queue q
+    where q.queue_id = any (p_queues)
+    union all
+    select s.sub_queue, s.sub_id, null,
+      case
+        when (n.pos).pos_fresh > 0 and (n.pos).pos_last_id is null then (n.pos).pos_next_event_seq
+        else greatest((n.pos).pos_event_seq, least(case when (n.pos).pos_fresh > 0 then (n.pos).pos_last_id else (n.pos).pos_done_id end, (n.pos).pos_next_event_seq))
+      end - (n.pos).pos_skipped,
+      coalesce(c.redelivered, 0), coalesce(c.removed, 0), coalesce(l.n, 0),
+      case when m.sub is null and not pgque._is_behind(q, n.pos) then 0 else m.lag end, case when m.sub is null and not pgque._is_behind(q, n.pos) then 0 else m.pending end, null
+    from pgque.queue q
+    join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_main is null
+    cross join lateral (select p as pos from pgque.position p where p.pos_sub = s.sub_id order by p.pos_seq desc limit 1) n
+    left join counted c on c.tal_sub = s.sub_id
+    left join letter l on l.dl_queue_id = s.sub_queue and l.dl_consumer_id = s.sub_consumer
+    left join unnest(p_subs, p_lags, p_pending) m (sub, lag, pending) on m.sub = s.sub_id
+    where q.queue_id = any (p_queues)
+  ), step as materialized (
+    select f.*, o.smp_dead, o.smp_sent, o.smp_passed, o.smp_redelivered, o.smp_removed,
+      v_gap is not null or o.leaf is distinct from v_leaf or f.letters > 0 or f.sub <> 0 and coalesce(f.lag, 1) > 0
+        or (f.sent, f.passed, f.redelivered, f.removed, f.lag, f.pending)
+          is distinct from (o.smp_sent, o.smp_passed, o.smp_redelivered, o.smp_removed, o.smp_lag, o.smp_pending) as changed
+    from figure f
+    left join lateral (
+      select s.* from pgque.sample s where s.smp_queue = f.queue and s.smp_sub = f.sub order by s.smp_time desc limit 1
+    ) o on true
+  ), added as (
+    insert into pgque.sample (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf, smp_sent, smp_passed, smp_redelivered, smp_removed, smp_dead)
+    select v_now, t.queue, t.sub, t.lag, t.pending, v_leaf, t.sent, t.passed, t.redelivered, t.removed, case when t.sub <> 0 then coalesce(t.smp_dead, 0) + t.letters end
+    from step t
+    where t.changed
+  ), total as materialized (
+    -- Sums of what was added, so that a queue that is dropped takes nothing back.
+    select
+      coalesce(sum(greatest(t.sent - coalesce(t.smp_sent, case when t.born >= p_before then 0 end), 0)), 0) as sent,
+      coalesce(sum(greatest(t.passed - t.smp_passed, 0)), 0) as passed,
+      coalesce(sum(greatest(t.redelivered - t.smp_redelivered, 0)), 0) as redelivered,
+      coalesce(sum(greatest(t.removed - t.smp_removed, 0)), 0) as removed,
+      coalesce(sum(t.letters), 0) as letters, coalesce(max(t.lag), 0) as lag, coalesce(max(t.pending), 0) as pending
+    from step t
+  )
+  insert into pgque.sample (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf, smp_sent, smp_passed, smp_redelivered, smp_removed, smp_dead, smp_mark, smp_gap)
+  select v_now, 0, 0, a.lag, a.pending, v_leaf, coalesce(v_all.smp_sent, 0) + a.sent, coalesce(v_all.smp_passed, 0) + a.passed, coalesce(v_all.smp_redelivered, 0) + a.redelivered,
+    coalesce(v_all.smp_removed, 0) + a.removed, coalesce(v_all.smp_dead, 0) + a.letters, v_dead, v_gap
+  from total a
+  where v_gap is not null or v_all.leaf <> v_leaf or a.sent + a.passed + a.redelivered + a.removed + a.letters > 0
+    or v_dead <> v_all.smp_mark or a.lag > 0 or (a.lag, a.pending) is distinct from (v_all.smp_lag, v_all.smp_pending);
+  -- The hour of the run before is over.
+  if date_trunc('hour', p_before) <> date_trunc('hour', v_now) then
+    insert into pgque.sample_hour (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf, smp_sent, smp_passed, smp_redelivered, smp_removed, smp_dead)
+    select o.smp_time, o.smp_queue, o.smp_sub, h.lag, h.pending, h.leaf, o.smp_sent, o.smp_passed, o.smp_redelivered, o.smp_removed, o.smp_dead
+    from (
+      select 0 as queue, 0 as sub
+      union all
+      select q.id, 0 from unnest(p_queues) q (id)
+      union all
+      select s.sub_queue, s.sub_id from pgque.subscriber s where s.sub_queue = any (p_queues) and s.sub_main is null
+    ) r
+    cross join lateral (
+      select max(s.smp_time) as last, max(s.smp_lag) as lag, max(s.smp_pending) as pending, (select l.last_value from pgque.sample_hour_leaf l) as leaf
+      from pgque.sample s
+      where s.smp_queue = r.queue and s.smp_sub = r.sub and s.smp_time >= date_trunc('hour', p_before) and s.smp_time < v_now
+    ) h
+    join pgque.sample o on o.smp_queue = r.queue and o.smp_sub = r.sub and o.smp_time = h.last;
+  end if;
+  if v_gap is not null then
+    insert into pgque.sample_hour (smp_time, smp_queue, smp_sub, leaf, smp_gap)
+    select v_now, 0, 0, l.last_value, v_gap from pgque.sample_hour_leaf l;
+  end if;
+end
+$$;
+
+-- Returns 0, also if another session takes the samples, or a minute has not passed.  The
+-- lag of a consumer needs the tables of its queue, and a search in them.  So it is
+-- measured for at most 200 consumers a minute, those with the most messages ahead first,
+-- and only for those that the last tick is ahead of.  The loop ticks no queue meanwhile, so
+-- a locked queue is waited for only once.  Each queue keeps two locks until the transaction
+-- ends.  If the server has no room for all queues, some are chosen at random: counters go
+-- on, so that the next sample of the others has what this one lacks.
 create or replace function pgque.maint_lags() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
-  v_behind  record;
-  v_found   record;
-  v_leaf    int;
-  v_locked  int[] := '{}';
-  v_end     timestamptz := clock_timestamp() + interval '1 second';
+  v_before   timestamptz;
+  v_behind   record;
+  v_found    record;
+  v_queues   int[];
+  v_subs     int[] := '{}';   -- of which the lag is known, and the lags
+  v_lags     real[] := '{}';
+  v_pending  bigint[] := '{}';
+  v_locked   int[] := '{}';
+  v_end      timestamptz := clock_timestamp() + interval '1 second';
 begin
+  perform pgque._need_read_committed('maint_lags()');
   if pgque._is_loading() or exists (select from pgque.config c where c.keep_lags is null)
     or not pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.sampled'), 0)), '1 minute')
+    or not pg_try_advisory_xact_lock(hashtext('pgque.sample'), 0)
   then
     return 0;
   end if;
-  if not pgque._can_lock('pgque.sample', 'row exclusive') then
+  -- Another session may have taken the samples before this one had the lock.
+  v_before := to_timestamp(coalesce(pg_sequence_last_value('pgque.sampled'), 0));
+  if not pgque._is_due(v_before, '1 minute') or not pgque._can_lock('pgque.sample', 'row exclusive') or not pgque._can_lock('pgque.sample_hour', 'row exclusive') then
     return 0;
   end if;
   perform setval('pgque.sampled', floor(extract(epoch from pgque.clock()))::bigint);
-  v_leaf := (select l.last_value from pgque.sample_leaf l);
+  v_queues := array(select q.queue_id from pgque.queue q order by random() limit pgque._lock_room() / 4);
   for v_behind in
-    select r.q, s, n.pos
-    from (select q from pgque.queue q order by random() limit pgque._lock_room() / 4) r
-    join pgque.subscriber s on s.sub_queue = (r.q).queue_id
+    select q, s, n.pos
+    from pgque.queue q
+    join pgque.subscriber s on s.sub_queue = q.queue_id
     cross join lateral (select p as pos from pgque.position p where p.pos_sub = s.sub_id order by p.pos_seq desc limit 1) n
-    where s.sub_main is null
-      and ((n.pos).pos_tick < pg_sequence_last_value((r.q).queue_tick_seq) and (n.pos).pos_event_seq < pg_sequence_last_value((r.q).queue_event_seq)
-        or cardinality((n.pos).pos_open) > 0)
-    order by pg_sequence_last_value((r.q).queue_event_seq) - (n.pos).pos_event_seq desc
+    where s.sub_main is null and q.queue_id = any (v_queues) and pgque._is_behind(q, n.pos)
+    order by pg_sequence_last_value(q.queue_event_seq) - (n.pos).pos_event_seq desc
     limit 200
   loop
     exit when clock_timestamp() > v_end;
@@ -15772,18 +16416,20 @@ begin
       perform pgque._undo_block();
     exception
       when sqlstate 'PQ099' then
-        insert into pgque.sample (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf)
-        select pgque.clock(), (v_behind.q).queue_id, (v_behind.s).sub_id, extract(epoch from v_found.lag), v_found.pending_events, v_leaf
-        where v_found.lag > '1 second';
+        v_subs := v_subs || (v_behind.s).sub_id;
+        v_lags := v_lags || extract(epoch from v_found.lag)::real;
+        v_pending := v_pending || v_found.pending_events;
       when others then
         v_locked := v_locked || (v_behind.q).queue_id;   -- locked, or dropped meanwhile
     end;
   end loop;
+  perform pgque._add_samples(v_queues, v_subs, v_lags, v_pending, v_before);
   return 0;
 end
 $$;
 comment on function pgque.maint_lags() is
-  'Part of maint(): takes the samples of consumer_lags(), at most once a minute. Returns 0, since it leaves nothing to do.';
+  'Part of maint(): takes the samples of history() and consumer_lags(), at most once a minute. Returns 0, since it leaves nothing to do. Errors: 25000 in a REPEATABLE READ or '
+  'SERIALIZABLE transaction.';
 
 create or replace function pgque.set_history(what text, keep interval) returns interval
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -15810,7 +16456,7 @@ exception
 end
 $$;
 comment on function pgque.set_history(text, interval) is
-  'Sets how long the history of actions (list_actions(); 30 days by default) or of lags (consumer_lags(); 7 days) is kept at least, and returns '
+  'Sets how long the history of actions (list_actions(); 30 days by default) or of figures (lags: history() and consumer_lags(); 7 days) is kept at least, and returns '
   'that interval. NULL stops the recording; older entries stay. A history that fills 64 MB is cut to its newer half. Errors: PQ005 no such '
   'history, or keep is not above 0, or above 100 years.';
 
@@ -15830,7 +16476,7 @@ begin
   for v_history in
     select h.name, h.time, pgque.clock() - h.keep as since
     from pgque.config c
-    cross join lateral (values ('action', 'act_time', c.keep_actions), ('sample', 'smp_time', c.keep_lags)) h (name, time, keep)
+    cross join lateral (values ('action', 'act_time', c.keep_actions), ('sample', 'smp_time', least(c.keep_lags, '1 day')), ('sample_hour', 'smp_time', c.keep_lags)) h (name, time, keep)
     where h.keep is not null
   loop
     continue when not pgque._can_lock(('pgque.' || v_history.name)::regclass, 'access share');
@@ -16163,7 +16809,7 @@ language sql immutable as $$
       unregister_consumer ack finish_batch next_batch next_batch_info next_batch_custom subscribe_subconsumer
       unsubscribe_subconsumer dead event_retry set_queue_config force_tick
       _row_event _is_old_change _url_encode _headers _bad_headers _no_payloads _no_headers'),
-    ('pgque_writer', 'version clock _fail my_rights send send_batch send_idem insert_event create_recurring drop_recurring pause_recurring
+    ('pgque_writer', 'version clock _fail my_rights send send_batch send_idem insert_event create_recurring next_runs drop_recurring pause_recurring
       resume_recurring run_recurring list_recurring _create_recurring current_event_table jsontriga logutriga sqltriga sink_begin
       sink_servers sink_commit
       _send _headers _are_headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _is_old_change _url_encode _send_as
@@ -16173,14 +16819,14 @@ language sql immutable as $$
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
       queue_incarnation tick_for next_tick next_window split_window read_window read_window_cursor seek seek_to_time open_stream subscribe_archive archive_of archive_next archive_read archive_read_cursor stream_lag stage_dead unstage_dead dead get_queue_info
-      get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer set_key_concurrency
+      get_consumer_info queue_config queue_settings queue_rates consumer_lags history metrics health overview status share_consumer unshare_consumer set_key_concurrency
       _ack _dead _next_batch _open_batch _join'),
     ('pgque_admin', '_fail _no_standby create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
-      set_default_config set_schedule purge purge_key cancel expire_messages delete_expired reclaim retry_now list_messages get_message
+      set_default_config set_schedule purge purge_key cancel expire_messages delete_expired reclaim retry_now list_messages get_message message_history
       list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick
       confirm_restore ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events maint_recurring
       maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
-      get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge dlq_delete dlq_reasons list_actions set_history maint_lags
+      get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_edit dlq_purge dlq_delete dlq_reasons list_actions set_history maint_lags
       _ticked_queues _loop_state _loop_lock _loop_end _loop_sleep _loop_operations _loop_maintain _loop_check _queues_due _check_queue _look_at _position_of
       _cursor_sql _event_columns _maint_operation _forward_letters')
   ) r (name, functions)

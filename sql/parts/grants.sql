@@ -13,7 +13,7 @@ language sql immutable as $$
       unregister_consumer ack finish_batch next_batch next_batch_info next_batch_custom subscribe_subconsumer
       unsubscribe_subconsumer dead event_retry set_queue_config force_tick
       _row_event _is_old_change _url_encode _headers _bad_headers _no_payloads _no_headers'),
-    ('pgque_writer', 'version clock _fail my_rights send send_batch send_idem insert_event create_recurring drop_recurring pause_recurring
+    ('pgque_writer', 'version clock _fail my_rights send send_batch send_idem insert_event create_recurring next_runs drop_recurring pause_recurring
       resume_recurring run_recurring list_recurring _create_recurring current_event_table jsontriga logutriga sqltriga sink_begin
       sink_servers sink_commit
       _send _headers _are_headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _is_old_change _url_encode _send_as

@@ -35,6 +35,9 @@ EARLIER = """
     share_consumer start status stop unshare_consumer version consumer_info queue_info"""
 GROUPS = {"admin", "archived", "consumers", "dlq", "messages", "monitor", "pgq", "recurring"}
 
+# Methods that have always been in their group
+ONLY_IN_GROUPS = {("monitor", "history")}
+
 # Python has no overloading, so the second form of ticker() has a name of its own.
 NOT_NAMED_AS_IN_SQL = {
     "ticker_all": "ticker",
@@ -64,7 +67,8 @@ def test_an_earlier_name_of_the_client_is_the_method_of_its_group_and_warns_with
             group, _, new = str(caught[0].message).rpartition(" ")[2].partition(".")
             assert method.__func__ is getattr(getattr(other, group), new).__func__
             news.add((group, new))
-        assert news == {(group, new) for group in GROUPS for new in public(type(getattr(other, group)))}
+        there = {(group, new) for group in GROUPS for new in public(type(getattr(other, group)))}
+        assert news | ONLY_IN_GROUPS == there
 
     async def count() -> int:
         async with await pgque.connect_async(dsn) as other:

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import pytest
 from croniter import croniter
 
-from sql.helpers import Connection, column, refused, value
+from sql.helpers import Connection, column, refused, set_clock, value
 from support.landing import at_a_landing
 
 UTC = timezone.utc
@@ -273,3 +273,24 @@ def test_limits_that_leave_no_run_are_refused(conn: Connection, queue: str) -> N
         (None, "infinity"),
     ]:
         refused("PQ005", value, conn, call, queue, starts, ends)
+
+
+def test_the_next_runs_of_a_schedule_are_those_that_it_would_have(own: Connection) -> None:
+    own.execute("select pgque.create_queue('q')")
+    set_clock(own, "timestamptz '2026-03-28 12:00Z'")
+    asked = "select pgque.next_runs(%s, %s, %s, %s, %s)"
+    # The clock skips 02:30 of the 29th in Berlin.
+    assert column(own, asked, "30 2 * * *", "Europe/Berlin", 3, None, None) == [
+        at("2026-03-29T01:00:00"), at("2026-03-30T00:30:00"), at("2026-03-31T00:30:00"),
+    ]  # fmt: skip
+    own.execute(
+        "select pgque.create_recurring('r', 'q', '30 2 * * *', 't', 'x'::text, timezone => 'Europe/Berlin')"
+    )
+    assert value(own, "select next_run from pgque.list_recurring()") == at("2026-03-29T01:00:00")
+    # Fewer before the end; an interval counts from its start.
+    found = column(own, asked, "1 hour", "UTC", 5, at("2026-03-29T00:30:00"), at("2026-03-29T02:00:00"))
+    assert found == [at("2026-03-29T00:30:00"), at("2026-03-29T01:30:00")]
+    assert len(column(own, "select pgque.next_runs('* * * * *')")) == 5
+    for cron, zone, n in (("61 * * * *", "UTC", 5), ("* * * * *", "Mars", 5), ("* * * * *", "UTC", 0),
+                          ("* * * * *", "UTC", 101), ("* * * * *", "UTC", None), (None, "UTC", 1)):  # fmt: skip
+        refused("PQ005", value, own, asked, cron, zone, n, None, None)

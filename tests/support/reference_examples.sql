@@ -62,6 +62,9 @@ select event_id, deduped from pgque.send_idem('orders', 'order.paid', '{"id": 1}
 select pgque.create_recurring('nightly', 'orders', '0 3 * * mon-fri', 'report', '{"all": true}', timezone => 'Europe/Berlin');
 select pgque.create_recurring('poll', 'orders', '90 seconds', 'poll', null::text, key => 'poll');
 
+-- next_runs
+select * from pgque.next_runs('0 3 * * *', 'Europe/Berlin');
+
 -- list_recurring
 select name, status, cron, next_run, last_run, last_error from pgque.list_recurring();
 

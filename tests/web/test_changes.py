@@ -69,7 +69,7 @@ def test_a_queue_is_created_and_dropped_and_what_was_shown_is_what_ran(
     shown = shown_sql(page)
     assert conn.execute("select count(*) from pgque.queue where queue_name = %s", [name]).fetchone() == (0,)
     page = confirmed(b, "/queue/create", page)
-    assert f"Queue {name} is there." in text(page)
+    assert f"Queue {name} was created." in text(page)
     assert page.url.path == "/queue"
     value = "select value from pgque.queue_settings(%s) where setting = 'max_retries'"
     assert conn.execute(value, [name]).fetchone() == ("7",)
@@ -213,8 +213,9 @@ def test_recurring_messages_are_created_changed_and_deleted(
         "ttl": "1 hour", "partition_key": "p", "starts_at": "2030-01-31 14:30+00", "ends_at": "2040-01-31 14:30+00",
     }  # fmt: skip
     page = b.post("/recurring/create/preview", **form)
+    assert "Run 1 2030-02-01 02:00:00 UTC Run 2 2030-02-02 02:00:00 UTC" in text(page)
     shown = shown_sql(page)
-    assert f"{name} is there." in text(confirmed(b, "/recurring/create", page))
+    assert f"{name} was created." in text(confirmed(b, "/recurring/create", page))
     everything = (
         "select queue_name, cron, timezone, type_name, payload, headers, key, delay, ttl, partition_key, catch_up,"
         " starts_at, ends_at, payload_bytes from pgque.list_recurring() where name = %s"
@@ -332,7 +333,7 @@ def test_settings_are_saved_all_or_none_and_never_over_what_somebody_else_has_se
         in page.text.split('name="set-ticker_paused"')[1].split("</select>")[0]
     )
     assert 'name="was-ticker_paused" value="false"' in page.text
-    assert re.search(r'<details class="group" open>\s*<summary><h3>Storage and limits', page.text)
+    assert re.search(r'<details class="group" open>\s*<summary><h2>Storage and limits', page.text)
     page = b.post("/queue/settings", 400, **was, **{**typed, "set-max_depth": "1", "set-max_retries": "lots"})
     assert re.findall(r'id="error-(\w+)"', page.text) == ["max_retries"]
     page = b.post("/queue/settings", 400, **{"queue": queue, "set-dead_letter_queue": "no such queue"})

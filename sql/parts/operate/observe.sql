@@ -864,7 +864,12 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_event  pgque.event := pgque._event_in_log(v_queue, $2);
   v_tick   pgque.tick;
+  v_ended  text := case when v_event.ev_id is not null then 'done' end;
 begin
+  -- Without the note, no index serves the search for what was cancelled.
+  if v_ended = 'done' and pgque._noted(v_queue.queue_id, '{cancelled}') then
+    v_ended := pgque._ended_state(v_queue, null, $2);
+  end if;
   if v_event.ev_id is not null and not pgque._noted(v_queue.queue_id, '{moved,external}') then
     v_tick := pgque._tick_of_event(v_queue, $2);   -- else the order of ids is not the one of ticks
   end if;
@@ -903,8 +908,7 @@ begin
       left join pgque.consumer c on c.co_id = a.arc_consumer
       where a.ev_id = $2 and %s
       union all
-      select null, pgque._ended_state($1, null, $2), null, null, null, null
-      where not exists (select from m) and pgque._ended_state($1, null, $2) is not null
+      select null, $8, null, null, null, null where $8 is not null and not exists (select from m)
       union all
       select a.act_time, a.act_call, a.act_args ->> 'consumer_name', null, null, 'by ' || a.act_role
       from (select a.* from pgque.action a order by a.act_time desc limit 1000) a
@@ -914,7 +918,7 @@ begin
     from found f
     order by f.at nulls last, f.event <> 'sent', f.event, f.consumer_name
     $q$, pgque._archived_by('a', v_queue.queue_id))
-  using v_queue, $2, v_event.ev_time, v_tick.tick_time, v_tick.tick_id, v_queue.queue_id, v_queue.queue_name;
+  using v_queue, $2, v_event.ev_time, v_tick.tick_time, v_tick.tick_id, v_queue.queue_id, v_queue.queue_name, v_ended;
   if not found then
     perform pgque._no_message(v_queue, $2);
   end if;

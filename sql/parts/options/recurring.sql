@@ -382,6 +382,28 @@ language sql as $$ select pgque._create_recurring($1, $2, $3, $4, null, $5, $6, 
 comment on function pgque.create_recurring(text, text, text, text, bytea, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
   'Creates or changes a recurring message whose payload is bytes. The result, the options and the errors are those of a text.';
 
+create or replace function pgque.next_runs(
+  cron text, timezone text default 'UTC', n int default 5, starts_at timestamptz default null, ends_at timestamptz default null
+) returns setof timestamptz
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_rec  pgque.recurring := pgque._schedule($1, $2, $4, $5);
+  v_run  timestamptz := pgque.clock();
+begin
+  if (n between 1 and 100) is not true then
+    perform pgque._fail('PQ005', format('no such number of runs: %s', coalesce(n::text, 'null')), 'Pass n from 1 to 100.');
+  end if;
+  for v_i in 1..n loop
+    v_run := pgque._next_run(v_rec, v_run);
+    exit when v_run is null;
+    return next v_run;
+  end loop;
+end
+$$;
+comment on function pgque.next_runs(text, text, int, timestamptz, timestamptz) is
+  'Returns when a recurring message with this schedule would run next: n times (1 to 100), or fewer before ends_at. The arguments are those of '
+  'create_recurring(); an interval without starts_at counts from now. Only for the role pgque_writer. Errors: PQ005 invalid schedule or n.';
+
 create or replace function pgque.drop_recurring(name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare

@@ -1,4 +1,4 @@
-"""What creates, changes or removes something: one form, one preview with the SQL that runs, one confirmation."""
+"""Create, change or remove something: one form, one preview with the SQL that runs, one confirmation."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Change:
         )
 
     def ask(self, page: Page) -> Response:
-        """Show what the filled form would do, and its SQL. The button that leads back shows the form again."""
+        """Show what the filled form would do, and its SQL; or the form again, for the button Change it."""
         if page.form.get("edit"):
             return self._form(page, self._filled(page))
         try:

@@ -78,7 +78,7 @@ def _created_queue(page: Page, count: int) -> str:
     if not count:
         raise RefusedFieldError("new", f"there is a queue of this name: {name}", "Choose another name.")
     page.session.rights = None
-    return f"Queue {name} is there. Its consumers get what is sent after they subscribed."
+    return f"Queue {name} was created. Its consumers get messages that are sent after they subscribed."
 
 
 def _lost_with_queue(page: Page) -> Facts:
@@ -92,8 +92,8 @@ def _lost_with_queue(page: Page) -> Facts:
         )
     }
     recurring = page.value(
-        "select count(*) from (select from pgque.list_recurring() as r where r.queue_name = %s limit %s) as r",
-        [name, MOST_COUNTED],
+        "select count(*) from pgque.list_recurring() as r where r.queue_name = %s",
+        [name],
     )
     return [
         ("Consumers", sum(row["role"] != "coop_member" for row in consumers)),
@@ -101,7 +101,7 @@ def _lost_with_queue(page: Page) -> Facts:
         ("Processing", figures.get("pgque_messages_in_flight", 0)),
         ("Retries", figures.get("pgque_queue_retries", 0)),
         ("Dead letters", figures.get("pgque_queue_dead_letters", 0)),
-        ("Recurring messages", at_most(recurring)),
+        ("Recurring messages", recurring),
     ]
 
 
@@ -164,7 +164,8 @@ def key_limits(page: Page, queue: str) -> dict[str, int] | None:
         return None
     rows = page.rows(
         "select c.co_name, s.sub_key_concurrency from pgque.subscriber as s"
-        " join pgque.consumer as c on c.co_id = s.sub_consumer join pgque.queue as q on q.queue_id = s.sub_queue"
+        " join pgque.consumer as c on c.co_id = s.sub_consumer join pgque.queue as q"
+        " on q.queue_id = s.sub_queue"
         " where q.queue_name = %s and s.sub_keyed and s.sub_main is null limit %s",
         [queue, MOST_COUNTED],
     )
@@ -228,7 +229,8 @@ _SCHEDULE = (
     Field("queue", "Queue", needed=True, words="queue not found"),
     Field("cron", "Schedule", "five fields of cron, six with seconds, or an interval such as 15 minutes",
           needed=True, words="schedule|cron"),
-    Field("timezone", "Time zone", "for example Europe/Berlin", default="UTC", needed=True, words="time zone"),
+    Field("timezone", "Time zone", "for example Europe/Berlin", default="UTC", needed=True,
+          words="time zone"),
     Field("type", "Type", default="default", needed=True),
     Field("kind", "Payload is", choices=PAYLOADS, default="text"),
     Field("payload", "Payload", rows=6, words="hexadecimal"),
@@ -329,6 +331,16 @@ def _runs_next(page: Page) -> Facts:
     return [("Queue", row["queue_name"]), ("Schedule", f"{row['cron']} {row['timezone']}")]
 
 
+def _next_runs(page: Page) -> Facts:
+    if not page.role["writer"]:  # a role with a right to single queues may not call it
+        return []
+    asked = [page.form.get(name) or None for name in ("cron", "timezone", "starts_at", "ends_at")]
+    rows = page.rows(
+        "select r as run from pgque.next_runs(%s, %s, 5, %s::timestamptz, %s::timestamptz) as r", asked
+    )
+    return [(f"Run {n}", row["run"]) for n, row in enumerate(rows, 1)]
+
+
 def _to_recurring(_: Page) -> Place:
     return "/recurring", {}
 
@@ -343,7 +355,11 @@ def _granted(page: Page, count: int) -> str:
 
 def _revoked(page: Page, count: int) -> str:
     role, right = page.form.need("role"), page.form.need("right")
-    return f"Role {role} has lost the right {right}." if count else f"Role {role} had not the right {right}."
+    return (
+        f"Role {role} has lost the right {right}."
+        if count
+        else f"Role {role} did not have the right {right}."
+    )
 
 
 CHANGES = (
@@ -368,8 +384,8 @@ CHANGES = (
         _to_first,
         _to_queue,
         about=("queue",),
-        text="The queue is removed with its messages, retries, dead letters and consumers. Programs that send to"
-        " it or receive from it fail with PQ001. This cannot be undone.",
+        text="The queue is removed with its messages, retries, dead letters and consumers. Programs that send"
+        " to it or receive from it fail with PQ001. This cannot be undone.",
         facts=_lost_with_queue,
         typed="queue",
         danger=True,
@@ -422,7 +438,7 @@ CHANGES = (
                 "key_concurrency, for workers; 1 keeps their order, empty is no limit",
                 words="key_concurrency",
             ),
-        ),  # fmt: skip
+        ),
         facts=_where_it_starts,
     ),
     Change(
@@ -442,9 +458,9 @@ CHANGES = (
                 "key_concurrency, for workers; 1 keeps their order, empty is no limit",
                 words="key_concurrency",
             ),
-        ),  # fmt: skip
-        text="Its position and its retries stay. When the kind changes, messages that are leased are delivered"
-        " again. Programs have to receive as the new kind does: with the name of a worker, or without.",
+        ),
+        text="Its position and its retries stay. When the kind changes, leased messages are redelivered."
+        " Programs have to receive as the new kind does: with the name of a worker, or without.",
         current=_consumer_now,
     ),
     Change(
@@ -494,8 +510,8 @@ CHANGES = (
         _revoked,
         _to_access,
         about=("queue", "role", "right"),
-        text="The next call of the role that needs this right is refused, unless another role that it is a member"
-        " of has it.",
+        text="The next call of the role that needs this right is refused, unless it is a member of a role"
+        " that has the right.",
         danger=True,
     ),
     Change(
@@ -504,8 +520,9 @@ CHANGES = (
         "Create {name}",
         _new_recurring,
         _may_send,
-        lambda page, _: f"{page.form.need('name')} is there.",
+        lambda page, _: f"Recurring message {page.form.need('name')} was created.",
         _to_recurring,
+        facts=_next_runs,
         fields=(
             Field("name", "Name", "1 to 200 bytes", needed=True, words="name of a recurring"),
             *_SCHEDULE,
@@ -518,12 +535,13 @@ CHANGES = (
         "Change {name}",
         _changed_recurring,
         _may_recurring,
-        lambda page, _: f"{page.form.need('name')} was changed.",
+        lambda page, _: f"Recurring message {page.form.need('name')} was changed.",
         _to_recurring,
         about=("name",),
         fields=_SCHEDULE,
-        text="From now on it is sent with the rights of the role that is logged in here. While the schedule and its"
-        " zone stay, the next run stays.",
+        text="From now on it is sent with the rights of the role that is logged in here. The next run"
+        " stays the same unless the schedule or its zone changes.",
+        facts=_next_runs,
         current=_recurring_now,
     ),
     Change(
@@ -532,7 +550,7 @@ CHANGES = (
         "Delete",
         lambda page: ("select pgque.drop_recurring(%s)", [page.form.need("name")]),
         _may_recurring,
-        lambda page, _: f"{page.form.need('name')} was deleted.",
+        lambda page, _: f"Recurring message {page.form.need('name')} was deleted.",
         _to_recurring,
         about=("name",),
         text="It is not sent again. Messages that were sent stay.",

@@ -138,11 +138,13 @@ def drawn(
     ]
     start = bars[0].at
     times = [start + len(bars) * width * n / (MARKS - 1) for n in range(MARKS)]
-    last = "no sample" if points[-1] is None else say(points[-1])
-    summary = f"The last {words}: {last} in the last {span(width)}, {say(highest)} at most."
-    missing = len(points) - len(known)
-    if missing:
-        summary += f" No samples for {span(missing * width)}."
+    missing = span((len(points) - len(known)) * width)
+    if not known:
+        summary = f"No samples in the last {words}."
+    else:
+        last = "no sample" if points[-1] is None else say(points[-1])
+        summary = f"The last {words}: {last} in the last {span(width)}, {say(highest)} at most."
+        summary += f" No samples for {missing}." if len(known) < len(points) else ""
     return Chart(title, bars, [number(top * part) for part in (1, 0.5, 0)], times, summary)
 
 

@@ -243,7 +243,7 @@ class Page:
         return next(iter(self.one(query, parameters).values()), None)
 
     def sql(self, query: LiteralString, parameters: Parameters = ()) -> str:
-        """Return a statement as somebody would type it into psql. Only to be shown: what runs has parameters."""
+        """Return a statement as it is typed into psql. It is only shown: the one that runs has parameters."""
         try:
             return self.connection.rendered(query, parameters)
         except psycopg.Error as error:

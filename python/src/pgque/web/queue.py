@@ -11,8 +11,8 @@ from starlette.responses import Response
 from ..errors import PgqueBadArgumentError, PgqueBatchNotFoundError
 from ..ops.overview import MOST_READERS, READERS_QUERY, WORKERS_QUERY
 from . import chart, overview, settings
-from .changes import MOST_COUNTED, RIGHTS, key_limits, start_at
 from .change import Statement
+from .changes import MOST_COUNTED, RIGHTS, key_limits, start_at
 from .page import Page, Row
 
 MOST_LEASED = 100_000  # messages among which those of a worker are looked for
@@ -54,7 +54,8 @@ def show_access(page: Page) -> Response:
     info = page.one("select i.queue_name from pgque.get_queue_info(%s) as i", [name])
     rows = page.rows(
         "select a.rolname::text as role, r.right_name from pgque.queue_right as r"
-        " join pgque.queue as q on q.queue_id = r.right_queue join pg_catalog.pg_roles as a on a.oid = r.right_role"
+        " join pgque.queue as q on q.queue_id = r.right_queue"
+        " join pg_catalog.pg_roles as a on a.oid = r.right_role"
         " where q.queue_name = %s and r.right_valid order by 1, 2 limit %s",
         [info["queue_name"], MOST_COUNTED],
     )

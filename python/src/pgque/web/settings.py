@@ -117,7 +117,7 @@ def ask(page: Page) -> Response:
 
 
 def _question(page: Page, changed: list[Row], error: str = "") -> Response:
-    """Show the changes. What somebody else has set since the form was opened is said, and then counts as seen."""
+    """Show the changes, and the values that somebody else has set meanwhile, which count as seen then."""
     name = page.form.need("queue")
     fields = [("queue", name)]
     for row in changed:
