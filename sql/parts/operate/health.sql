@@ -414,7 +414,7 @@ begin
 end
 $$;
 
-create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, p_new boolean, out status text, out detail text, out advice text)
+create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, p_new boolean default null, out status text, out detail text, out advice text)
 language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_waits  interval;   -- how long a message has waited for a tick
