@@ -14762,7 +14762,7 @@ $f$;
 
 -- Returns a query for rows of pgque.event as _messages() returns them for consumer $1.
 -- p_state: expressions for status, available_at, receive_count, worker and batch id.
-create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text, p_down boolean) returns text
+create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text, p_down boolean default false) returns text
 language sql immutable as $f$
   select pgque._limited_sql(pg_catalog.format(
     $q$
@@ -15457,7 +15457,7 @@ begin
 end
 $$;
 
-create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, p_new boolean, out status text, out detail text, out advice text)
+create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, p_new boolean default null, out status text, out detail text, out advice text)
 language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_waits  interval;   -- how long a message has waited for a tick
@@ -16524,6 +16524,38 @@ $$;
 -- For calls that were giving up messages.
 create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
 language sql as $$ select pgque._give_up(p_queue, p_sub, p_item, p_reason) $$;
+
+-- For a health() that was checking queues.
+create or replace function pgque._health_of(p_queues int[], out check_name text, out queue text, out status text, out detail text, out advice text)
+returns setof record
+language sql as $$ select h.check_name, h.queue, h.status, h.detail, h.advice from pgque._health_of(p_queues, false) h $$;
+
+create or replace function pgque._queue_health(
+  p_queue pgque.queue, p_pumped int[], out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language sql as $$
+  select h.check_name, h.queue, h.status, h.detail, h.advice from pgque._queue_health(p_queue, p_pumped, false, true, true) h
+$$;
+
+create or replace function pgque._health_consumers(
+  p_queue pgque.queue, p_last pgque.tick, p_consumers bigint, p_subs pgque.subscriber[], p_positions pgque.position[], p_cause text,
+  out status text, out detail text, out advice text
+)
+language sql as $$
+  select h.*
+  from (select null) one
+  left join lateral (
+    select c.consumer_name, c.lag from pgque._consumers(p_queue, p_subs, p_positions, false, p_last) c order by c.lag desc, c.consumer_name limit 1
+  ) l on true
+  cross join lateral pgque._health_consumers(p_queue, p_consumers, l.consumer_name, l.lag, p_cause) h
+$$;
+
+create or replace function pgque._health_leases(p_queue pgque.queue, p_subs pgque.subscriber[], out status text, out detail text, out advice text)
+language sql as $$
+  select h.*
+  from pgque._slowest_consumers(p_queue.queue_id) f
+  cross join lateral pgque._health_leases(p_queue, f.subs, f.positions, true) h
+$$;
 
 -- For senders that were checking max_depth: they search the slowest consumer.
 create or replace function pgque._first_event_seq(p_queue_id int) returns bigint

@@ -753,7 +753,7 @@ $f$;
 
 -- Returns a query for rows of pgque.event as _messages() returns them for consumer $1.
 -- p_state: expressions for status, available_at, receive_count, worker and batch id.
-create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text, p_down boolean) returns text
+create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text, p_down boolean default false) returns text
 language sql immutable as $f$
   select pgque._limited_sql(pg_catalog.format(
     $q$
