@@ -27,7 +27,8 @@ PAGES = [*FROM_NOTHING, *DOCS]
 LINKED = [*PAGES, ROOT / "python" / "SPARK.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "sql").glob("*.md"))]
 
 # Of all pages that people write. A page that grows is a decision: another becomes shorter.
-WORDS = 29_800
+# 0.12: the page does what had to be typed as SQL, and web.md says how.
+WORDS = 30_200
 
 # One more block that nobody runs is a decision: change the number together with the page.
 NOT_RUN = {
