@@ -163,9 +163,13 @@ def test_hours_count_what_the_minutes_counted_before_and_after_a_gap(own: Connec
         send(own, "q")
         if not 100 <= minute < 125:  # nothing runs maint() then
             value(own, "select pgque.maint_lags()")
-    sums = [f"select sum(sent) from pgque.history({queue}, null, '305 minutes', 5)" for queue in ("null", "'q'")]
+    sums = [
+        f"select sum(sent) from pgque.history({queue}, null, '305 minutes', 5)" for queue in ("null", "'q'")
+    ]
     counted = [value(own, one) for one in sums]
-    own.execute("delete from pgque.sample where smp_time < (select max(smp_time) from pgque.sample)")  # a day later
+    own.execute(
+        "delete from pgque.sample where smp_time < (select max(smp_time) from pgque.sample)"
+    )  # a day later
     assert [value(own, one) for one in sums] == counted == [274, 274]
 
 
