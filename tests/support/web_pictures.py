@@ -21,19 +21,36 @@ from support.pages import served
 from support.servers import REPOSITORY, SQL_FILE
 
 FOLDER = REPOSITORY / "python" / "docs"
-PAGES = {"overview": "/", "dead-letters": "/dead?queue=orders", "queue": "/queue?queue=orders"}
+# Each page, and how much of it is shown
+PAGES = {
+    "overview": ("/", 1240),
+    "dead-letters": ("/dead?queue=orders", 820),
+    "queue": ("/queue?queue=orders#charts", 820),
+}
 QUEUES = ("orders", "invoices", "mail", "thumbnails", "webhooks", "audit")
 REASONS = (
     ("no such address: bounce 550", 61),
     ("TimeoutError: smtp.example.org did not answer within 30 s", 38),
     ("KeyError: 'customer'", 11),
 )
-# Three hours of ticks, one a minute; each adds so many messages that the chart has hills and a valley.
+# Six hours of samples, one a minute, of which half an hour is missing; the charts have hills and a valley.
 HISTORY = """
-insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
-select q.queue_id * 3 + q.queue_cur_table, q.queue_id, 1000 + n, pgque.clock() - (181 - n) * interval '1 minute',
-  pg_current_snapshot(), sum(2400 + 1500 * sin(n / 25.0) + 900 * sin(n / 7.0) + 200 * sin(n)) over (order by n)
-from pgque.queue as q, generate_series(0, 180) as n where q.queue_name = %s
+with minute as (
+  select n, pgque.clock() - (362 - n) * interval '1 minute' as at, 2400 + 1500 * sin(n / 25.0) + 900 * sin(n / 7.0) + 200 * sin(n) as messages,
+    case when n between 210 and 240 then 30 + 3 * abs(n - 225) else 2 end as lag
+  from generate_series(0, 360) as n
+), figure as (
+  select m.n, m.at, m.lag, sum(m.messages) over (order by m.n)::bigint as sent, (m.n / 9)::bigint as failed from minute as m
+), series as (
+  select 0 as queue, 0 as sub union all select q.queue_id, 0 from pgque.queue as q where q.queue_name = 'orders'
+  union all select s.sub_queue, s.sub_id from pgque.subscriber as s join pgque.queue as q on q.queue_id = s.sub_queue where q.queue_name = 'orders'
+)
+insert into pgque.sample (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf, smp_sent, smp_passed, smp_redelivered, smp_removed, smp_dead, smp_gap)
+select f.at, s.queue, s.sub, f.lag, 40 * f.lag, l.last_value, case when s.sub = 0 then f.sent end,
+  case when s.queue = 0 then 2 * f.sent when s.sub > 0 then f.sent end, f.failed, 0, f.failed / 4,
+  case when s.queue = 0 and f.n = 150 then f.at - interval '31 minutes' end
+from figure as f, series as s, pgque.sample_leaf as l
+where f.n not between 120 and 149
 """
 
 
@@ -43,22 +60,10 @@ def fill(conn: psycopg.Connection[Any]) -> None:
     conn.execute("create role ops_admin login password 'x' in role pgque_admin")
     for name in QUEUES:
         conn.execute("select pgque.create_queue(%s)", [name])
-    for name in QUEUES[:2]:
-        conn.execute(
-            "delete from pgque.tick as t using pgque.queue as q"
-            " where q.queue_name = %s and t.tick_queue = q.queue_id",
-            [name],
-        )
-        conn.execute(HISTORY, [name])
-    conn.execute(
-        "select setval(q.queue_tick_seq, 2000), setval(q.queue_event_seq, (select max(t.tick_event_seq)"
-        " from pgque.tick as t where t.tick_queue = q.queue_id)) from pgque.queue as q"
-        " where q.queue_name = any (%s)",
-        [list(QUEUES[:2])],
-    )
     for name in QUEUES[:-1]:
         conn.execute("select pgque.subscribe(%s, 'billing')", [name])
     conn.execute("select pgque.subscribe('orders', 'mailers')")
+    conn.execute(HISTORY)
     send(conn, 1500)
     for reason, count in REASONS:
         batch, ids = lease(conn, count, "mail-1")
@@ -103,14 +108,15 @@ def main() -> None:
             browser = playwright.chromium.launch(
                 executable_path=shutil.which("chromium"), args=["--headless", "--no-sandbox", "--disable-gpu"]
             )
-            page = browser.new_page(viewport={"width": 1100, "height": 820})
+            page = browser.new_page(viewport={"width": 1100, "height": 820}, reduced_motion="reduce")
             page.goto(address)
             page.get_by_label("User").fill("ops_admin")
             page.get_by_label("Password").fill("x")
             page.get_by_role("button", name="Log in").click()
             page.get_by_role("link", name="orders", exact=True).first.wait_for()
             send(conn, 240)
-            for name, path in PAGES.items():
+            for name, (path, height) in PAGES.items():
+                page.set_viewport_size({"width": 1100, "height": height})
                 page.goto(address + path)
                 file = FOLDER / f"web-{name}.png"
                 page.screenshot(path=file)
