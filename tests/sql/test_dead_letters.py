@@ -100,6 +100,25 @@ def test_an_edited_dead_letter_is_requeued_and_the_archive_keeps_what_it_was(
     refused("PQ008", value, conn, edit, dl_id, "x", None, None)
 
 
+def test_an_edit_reaches_a_message_that_its_consumer_has_again(conn: Connection, subscribed: str) -> None:
+    send(conn, subscribed)
+    forced_tick(conn, subscribed)
+    [message] = receive(conn, subscribed)
+    outcome(conn, "dead", message.batch_id, [message.msg_id], "broken")
+    ack(conn, message.batch_id)
+    dl_id = letter(conn, subscribed, message.msg_id)
+    # Moved back, it failed the message once more, and now a worker has that.
+    value(conn, "select pgque.seek(%s, 'c', 1, true)", subscribed)
+    [again] = receive(conn, subscribed)
+    nack_ids(conn, again.batch_id, [again.msg_id], "0")
+    ack(conn, again.batch_id)
+    value(conn, "select pgque.share_consumer(%s, 'c')", subscribed)
+    [held] = take(conn, subscribed)
+    assert value(conn, "select pgque.dlq_edit(%s, 'mended')", dl_id) == message.msg_id
+    assert value(conn, "select pgque.ack(%s)", held.batch_id) == 0  # the worker knows only what was wrong
+    assert [(m.msg_id, m.payload) for m in take(conn, subscribed)] == [(message.msg_id, "mended")]
+
+
 def test_one_retry_is_made_due_and_one_lease_is_released(conn: Connection, subscribed: str) -> None:
     sent = offer(conn, subscribed, 4)
     batch = take(conn, subscribed)

@@ -423,3 +423,13 @@ def test_dead_letters_and_the_archive_are_listed_by_filters_and_page_by_page(own
         assert everything > 0
         assert value(own, f"{count}, since => now() - interval '10 minutes')") == everything, call
         assert value(own, f"{count}, until => now() - interval '10 minutes')") == 0, call
+
+
+def test_the_history_of_a_message_has_no_action_of_an_earlier_queue_of_the_name(own: Connection) -> None:
+    for _ in range(2):
+        value(own, "select pgque.create_queue('again'), pgque.subscribe('again', 'c')")
+        msg_id = send(own, "again")
+        found = rows(own, "select h.event from pgque.message_history('again', %s) as h", msg_id)
+        assert found == [("sent",)]
+        value(own, "select pgque.cancel('again', %s)", msg_id)
+        value(own, "select pgque.drop_queue('again', true)")

@@ -334,11 +334,16 @@ begin
   from pgque.subscriber s
   where s.sub_id = v_sub
   -- The message may be there already, if its consumer was moved back and failed it
-  -- again.
+  -- again.  A worker that holds it keeps it, unless it was edited: then the worker has
+  -- another one.
   on conflict on constraint retry_queue_pkey do update
-  set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
-    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null,
-    ev_receives = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then 1 else 0 end;
+  set (ev_retry_after, ev_batch, ev_receives) = (
+      select case when h.stays then r.ev_retry_after else excluded.ev_retry_after end, case when h.stays then r.ev_batch end, h.stays::int
+      from (
+        select r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after
+          and (r.ev_type, r.ev_data, r.ev_headers, r.ev_bytes) is not distinct from (excluded.ev_type, excluded.ev_data, excluded.ev_headers, excluded.ev_bytes) as stays
+      ) h),
+    ev_retry = null, ev_type = excluded.ev_type, ev_data = excluded.ev_data, ev_headers = excluded.ev_headers, ev_bytes = excluded.ev_bytes;
   return p_dead.ev_id;
 end
 $$;

@@ -279,6 +279,12 @@ declare
   v_all   pgque.sample;
   v_gap   timestamptz;
 begin
+  -- If the clock was set back, samples of its future would stand between later ones, and
+  -- their counters would go up and down.  Without them, the counters go on.
+  if p_before > v_now then
+    delete from pgque.sample s where s.smp_time > v_now;
+    delete from pgque.sample_hour h where h.smp_time > v_now;
+  end if;
   select s.* into v_all from pgque.sample s where s.smp_queue = 0 and s.smp_sub = 0 order by s.smp_time desc limit 1;
   v_gap := case
     when v_all.smp_time is null then v_now
@@ -344,8 +350,8 @@ begin
   from total a
   where v_gap is not null or v_all.leaf <> v_leaf or a.sent + a.passed + a.redelivered + a.removed + a.letters > 0
     or v_dead <> v_all.smp_mark or a.lag > 0 or (a.lag, a.pending) is distinct from (v_all.smp_lag, v_all.smp_pending);
-  -- The hour of the run before is over.
-  if date_trunc('hour', p_before) <> date_trunc('hour', v_now) then
+  -- The hour of the run before is over, or nothing is known of its rest.
+  if v_gap is not null or date_trunc('hour', p_before) <> date_trunc('hour', v_now) then
     insert into pgque.sample_hour (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf, smp_sent, smp_passed, smp_redelivered, smp_removed, smp_dead)
     select o.smp_time, o.smp_queue, o.smp_sub, h.lag, h.pending, h.leaf, o.smp_sent, o.smp_passed, o.smp_redelivered, o.smp_removed, o.smp_dead
     from (
@@ -362,9 +368,12 @@ begin
     ) h
     join pgque.sample o on o.smp_queue = r.queue and o.smp_sub = r.sub and o.smp_time = h.last;
   end if;
+  -- So that also the hours count nothing of a gap, and all that follows it.
   if v_gap is not null then
-    insert into pgque.sample_hour (smp_time, smp_queue, smp_sub, leaf, smp_gap)
-    select v_now, 0, 0, l.last_value, v_gap from pgque.sample_hour_leaf l;
+    insert into pgque.sample_hour (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf, smp_sent, smp_passed, smp_redelivered, smp_removed, smp_dead, smp_gap)
+    select s.smp_time, s.smp_queue, s.smp_sub, s.smp_lag, s.smp_pending, l.last_value, s.smp_sent, s.smp_passed, s.smp_redelivered, s.smp_removed, s.smp_dead, s.smp_gap
+    from pgque.sample s, pgque.sample_hour_leaf l
+    where s.smp_time = v_now;
   end if;
 end
 $$;

@@ -912,7 +912,7 @@ begin
       union all
       select a.act_time, a.act_call, a.act_args ->> 'consumer_name', null, null, 'by ' || a.act_role
       from (select a.* from pgque.action a order by a.act_time desc limit 1000) a
-      where a.act_queue = $7 and a.act_args ->> 'msg_id' = $2::text
+      where a.act_queue = $7 and a.act_args ->> 'msg_id' = $2::text and a.act_time >= ($1).queue_created_at   -- not of an earlier queue of this name
     )
     select f.at, f.event, f.consumer_name, f.worker, f.number, nullif(f.detail, '')
     from found f
