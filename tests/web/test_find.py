@@ -464,3 +464,26 @@ def test_a_small_number_is_not_rounded_to_twice_as_much() -> None:
         units.number(value) for value in (0.025, 0.05, 0.14, 0.4, 0.999, 1.25, 99.94, 0, 3, 1234.5, -0.05)
     ]
     assert found == ["0.025", "0.05", "0.14", "0.4", "1", "1.2", "99.9", "0", "3", "1,234", "-0.05"]
+
+
+def test_a_file_of_the_next_messages_tells_that_there_are_more(
+    browser: NewBrowser, roles: Roles, queue: str, conn: Connection, tick: Tick
+) -> None:
+    role = roles()
+    conn.execute(
+        "select pgque.subscribe(%s, 'c'), pgque.grant_queue(%s, %s, 'consume')", [queue, queue, role.name]
+    )
+    send = "select pgque.send_batch(%s, array(select 'n' || n from generate_series(1, %s) as n))"
+    conn.execute(send, [queue, 2000])
+    tick(queue)
+    b = browser(role)
+    found = b.get("/messages", queue=queue, format="json").json()
+    assert (len(found["rows"]), found["more"]) == (2000, None)
+    conn.execute(send, [queue, 1])
+    tick(queue)
+    answer = b.get("/messages", queue=queue, format="json")
+    assert (len(answer.json()["rows"]), answer.json()["more"]) == (2000, "looked")
+    assert answer.headers["pgque-more"] == "looked"
+    # A filter looks at as many, so what it did not find may be among the others.
+    found = b.get("/messages", queue=queue, format="json", text="nowhere").json()
+    assert (found["rows"], found["more"]) == ([], "looked")

@@ -81,6 +81,9 @@ def show(page: Page) -> Response:
     asked["cut"] = SHOWN
     query = _LISTED if admin else PEEKED
     if export.wanted(page):
+        beyond = not admin and page.value(
+            "select count(*) > %s from pgque.peek(%s, %s) as p", [LOOKED, name, LOOKED + 1]
+        )
         return export.answer(
             page,
             f"messages-{name}",
@@ -89,6 +92,7 @@ def show(page: Page) -> Response:
                 {**asked, "cut": export.CUT, "most": most}
                 | ({} if last is None else {"before": last["msg_id"]}),
             ),
+            "looked" if beyond else "",
         )
     longer = bool(form.get("longer"))
     rows = page.search(query, asked)
