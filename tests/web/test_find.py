@@ -487,3 +487,23 @@ def test_a_file_of_the_next_messages_tells_that_there_are_more(
     # A filter looks at as many, so what it did not find may be among the others.
     found = b.get("/messages", queue=queue, format="json", text="nowhere").json()
     assert (found["rows"], found["more"]) == ([], "looked")
+
+
+def test_the_history_tells_of_no_lease_of_a_consumer_that_reads_alone(
+    queue: str, conn: Connection, tick: Tick
+) -> None:
+    conn.execute("select pgque.subscribe(%s, 'alone'), pgque.subscribe(%s, 'shared')", [queue, queue])
+    conn.execute("select pgque.send(%s, 'x'::text)", [queue])
+    tick(queue)
+    conn.execute("select pgque.receive(%s, 'alone', 1)", [queue])
+    conn.execute("select pgque.receive(%s, 'shared', 1, 'w', '1 hour')", [queue])
+    found = conn.execute(
+        "select h.consumer_name, h.event, h.detail from pgque.message_history(%s, 1) as h"
+        " where h.consumer_name is not null order by 1, 2",
+        [queue],
+    ).fetchall()
+    assert found == [
+        ("alone", "delivered", None),
+        ("shared", "delivered", "delivery 1"),
+        ("shared", "lease expires", None),
+    ]
