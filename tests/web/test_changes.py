@@ -542,6 +542,7 @@ def test_a_change_of_a_recurring_message_keeps_what_was_not_edited_and_what_othe
         page = confirmed(b, "/recurring/change", preview(type="other"))
         assert f"{name} was changed." in text(page)
         assert conn.execute(read, [name]).fetchone() == (*before[:5], "other", before[6])
+    assert before is not None
     page = confirmed(b, "/recurring/change", preview(payload="typed\r\nhere"))
     assert conn.execute(read, [name]).fetchone() == ("typed\nhere", *before[1:5], "other", before[6])
 
