@@ -7,12 +7,15 @@ import io
 import json
 import re
 from collections.abc import Callable
+from html import unescape
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from conftest import Queues, Role, Roles
+from pgque.ops import units
 from pgque.web.look import after, shared
 from support.pages import Browser, text
 
@@ -294,6 +297,56 @@ def test_a_dead_letter_is_edited_and_requeued_and_the_archive_keeps_the_original
     assert "payloads are hidden" in text(hidden.get("/message/edit", 400, queue=queue, dl_id=letters[ids[2]]))
 
 
+def test_an_edit_changes_nothing_but_what_was_edited_and_json_is_shown_as_it_is(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    payloads = ["a\rb\r\nc", '{"n": 1.12345678901234567890123}', '{"a": 1, "a": 2}', '{"n": 1.50, "i": [1]}']
+    conn.execute("select pgque.subscribe(%s, 'c')", [queue])
+    for payload in payloads:
+        conn.execute(
+            "select pgque.send(%s, 'kind', %s::text,"
+            ' headers => \'{"f": 1.12345678901234567890123, "e": 1e400}\'::jsonb)',
+            [queue, payload],
+        )
+    tick(queue)
+    received = conn.execute(
+        "select batch_id, array_agg(msg_id) from pgque.receive(%s, 'c', 100, 'w') group by 1", [queue]
+    ).fetchone()
+    assert received is not None
+    conn.execute("select pgque.dead(%s, %s, 'no such address')", received)
+    b = browser(admin)
+    letters = conn.execute(
+        "select dl_id, ev_id, ev_data, ev_headers::text from pgque.dlq_inspect(%s) order by 1", [queue]
+    ).fetchall()
+    for letter, number, payload, headers in letters:
+        page = b.get("/message/edit", queue=queue, dl_id=letter).text
+        areas = re.findall(r'<textarea id="(\w+)"[^>]*>\n?(.*?)</textarea>', page, re.S)
+        fields = {name: re.sub(r"\r\n?|\n", "\r\n", unescape(value)) for name, value in areas}
+        shown = unescape(b.get("/message", queue=queue, id=number).text)
+        b.post("/message/edit", queue=queue, dl_id=letter, type="other", kind="text", **fields)
+        state = conn.execute(
+            "select type, payload, headers::text from pgque.get_message(%s, %s)", [queue, number]
+        ).fetchone()
+        assert state == ("other", payload, headers)
+        if "12345678901234567890123" in payload or '"a": 2' in payload:
+            assert payload in shown  # not another number, and not one of two members
+    assert '"n": 1.5,\n  "i": [\n    1' in shown
+
+
+@pytest.mark.parametrize("digits", ["0" * 20 + "9" * 30, "0" * 25 + "9" * 5000])
+def test_no_number_has_too_many_digits(browser: NewBrowser, admin: Role, queue: str, digits: str) -> None:
+    b = browser(admin)
+    assert "No message was found." in text(b.get("/search", q=digits))
+    assert "does not exist" not in text(b.get("/search", q=digits))
+    for path, field in (
+        ("/messages", "before"),
+        ("/dead", "upto"),
+        ("/archive", "before"),
+        ("/message", "id"),
+    ):
+        assert "is no whole number" in text(b.get(path, 400, queue=queue, **{field: digits}))
+
+
 def test_a_message_is_found_in_all_queues_by_id_key_type_and_text_in_every_state(
     browser: NewBrowser, admin: Role, roles: Roles, new_queue: Queues, conn: Connection, tick: Tick
 ) -> None:
@@ -379,3 +432,78 @@ def test_a_search_is_bounded_and_says_how_far_it_looked(
     monkeypatch.setattr("pgque.web.page.SEARCH", 1)
     page = text(b.get("/search", q="kind", of=queues[2]))
     assert re.search(r"ids of [01] of (?!1 )\d+ queues", page), page
+
+
+def test_old_dead_letters_are_deleted_up_to_the_moment_that_was_shown_in_every_time_zone(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    batch, ids = leased(conn, tick, queue, ["before", "after"])
+    conn.execute("select pgque.dead(%s, %s, 'no such address')", [batch, ids])
+    # A zone whose hours changed within these months, whatever the date is
+    conn.execute(sql.SQL("alter role {} set timezone = 'Europe/Berlin'").format(sql.Identifier(admin.name)))
+    b = browser(admin)
+    for months in (6, 12):
+        page = b.get("/dead/purge", queue=queue, older_than=f"{months} months")
+        found = re.search(r'name="until" value="([^"]+)"', page.text)
+        assert found is not None
+        conn.execute(
+            "update pgque.dead_letter as d set dl_time = %s::timestamptz"
+            " + case when ev_data = 'before' then -1 else 1 end * interval '1 minute'"
+            " where dl_queue_id = (select queue_id from pgque.queue where queue_name = %s)",
+            [found[1], queue],
+        )
+        assert f"{1 if months == 6 else 0:,} deleted." in text(
+            b.post("/dead/purge", queue=queue, until=found[1])
+        )
+    rows = conn.execute("select ev_data from pgque.dlq_inspect(%s)", [queue]).fetchall()
+    assert rows == [("after",)]
+
+
+def test_a_small_number_is_not_rounded_to_twice_as_much() -> None:
+    found = [
+        units.number(value) for value in (0.025, 0.05, 0.14, 0.4, 0.999, 1.25, 99.94, 0, 3, 1234.5, -0.05)
+    ]
+    assert found == ["0.025", "0.05", "0.14", "0.4", "1", "1.2", "99.9", "0", "3", "1,234", "-0.05"]
+
+
+def test_a_file_of_the_next_messages_tells_that_there_are_more(
+    browser: NewBrowser, roles: Roles, queue: str, conn: Connection, tick: Tick
+) -> None:
+    role = roles()
+    conn.execute(
+        "select pgque.subscribe(%s, 'c'), pgque.grant_queue(%s, %s, 'consume')", [queue, queue, role.name]
+    )
+    send = "select pgque.send_batch(%s, array(select 'n' || n from generate_series(1, %s) as n))"
+    conn.execute(send, [queue, 2000])
+    tick(queue)
+    b = browser(role)
+    found = b.get("/messages", queue=queue, format="json").json()
+    assert (len(found["rows"]), found["more"]) == (2000, None)
+    conn.execute(send, [queue, 1])
+    tick(queue)
+    answer = b.get("/messages", queue=queue, format="json")
+    assert (len(answer.json()["rows"]), answer.json()["more"]) == (2000, "looked")
+    assert answer.headers["pgque-more"] == "looked"
+    # A filter looks at as many, so what it did not find may be among the others.
+    found = b.get("/messages", queue=queue, format="json", text="nowhere").json()
+    assert (found["rows"], found["more"]) == ([], "looked")
+
+
+def test_the_history_tells_of_no_lease_of_a_consumer_that_reads_alone(
+    queue: str, conn: Connection, tick: Tick
+) -> None:
+    conn.execute("select pgque.subscribe(%s, 'alone'), pgque.subscribe(%s, 'shared')", [queue, queue])
+    conn.execute("select pgque.send(%s, 'x'::text)", [queue])
+    tick(queue)
+    conn.execute("select pgque.receive(%s, 'alone', 1)", [queue])
+    conn.execute("select pgque.receive(%s, 'shared', 1, 'w', '1 hour')", [queue])
+    found = conn.execute(
+        "select h.consumer_name, h.event, h.detail from pgque.message_history(%s, 1) as h"
+        " where h.consumer_name is not null order by 1, 2",
+        [queue],
+    ).fetchall()
+    assert found == [
+        ("alone", "delivered", None),
+        ("shared", "delivered", "delivery 1"),
+        ("shared", "lease expires", None),
+    ]

@@ -885,7 +885,7 @@ begin
       union all
       select $4, 'ticked', null, null, $5, null where $5 is not null
       union all
-      select l.pos_time, 'delivered', m.consumer_name, m.worker, m.batch_id, 'delivery ' || m.receive_count
+      select l.pos_time, 'delivered', m.consumer_name, m.worker, m.batch_id, 'delivery ' || nullif(m.receive_count, 0)
       from m
       join pgque.consumer c on c.co_name = m.consumer_name
       join pgque.subscriber s on s.sub_queue = $6 and s.sub_consumer = c.co_id and s.sub_main is null
@@ -895,7 +895,7 @@ begin
       select m.available_at, case m.status when 'processing' then 'lease expires' else 'due' end, m.consumer_name, m.worker, null,
         concat_ws(', ', case when m.retry_count > 0 then 'rejected ' || m.retry_count || ' times' end, m.last_error)
       from m
-      where m.status in ('processing', 'retry', 'delayed')
+      where m.status in ('retry', 'delayed') or m.status = 'processing' and m.worker is not null   -- who reads alone has no lease
       union all
       select m.expires_at, 'expires', m.consumer_name, null, null, null from m where m.status <> 'archived' and isfinite(m.expires_at)
       union all

@@ -21,7 +21,7 @@ def number(value: float | None) -> str:
         return NOTHING
     if abs(value) >= 100 or value == int(value):
         return f"{round(value):,}"
-    return f"{value:,.1f}" if abs(value) >= 0.05 else f"{value:.2g}"
+    return f"{value:,.1f}" if abs(value) >= 1 else f"{value:.2g}"
 
 
 def span(value: timedelta | float | None) -> str:

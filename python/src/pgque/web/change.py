@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ Statement: TypeAlias = "tuple[LiteralString, Parameters]"
 Place: TypeAlias = "tuple[str, dict[str, object]]"
 Facts: TypeAlias = "list[tuple[str, object]]"
 
+LINE = re.compile(r"\r\n?|\n")
 PREVIEW = "/preview"  # follows the address of a form
 
 
@@ -51,6 +53,12 @@ class Field:
     words: str = ""
 
 
+def kept(typed: str, stored: str, lines: bool = True) -> str:
+    """Return the stored text if what was typed differs from it only by what a browser makes of line breaks,
+    else what was typed. `lines`: the field has several lines."""
+    return stored if typed == LINE.sub("\n" if lines else "", stored) else typed
+
+
 def _nothing(_: Page) -> Any:
     return {}
 
@@ -62,7 +70,8 @@ class Change:
     `about` are the fields of the address that name the object; `fields` are asked for, and without them the
     address leads to the question at once. `done` says what was done, and raises PgqueError if it was nothing.
     `typed` is the field of `about` that somebody has to type, because much is lost. Titles and buttons take
-    the values of fields: {queue}.
+    the values of fields: {queue}. `seen` tells what the change is made from: one that another change came
+    before is refused. That the queue is the same one is checked for every form.
     """
 
     path: str
@@ -78,6 +87,7 @@ class Change:
     text: str = ""
     facts: Callable[[Page], Facts] = _nothing
     current: Callable[[Page], Mapping[str, str]] = _nothing  # the values of the fields now
+    seen: Callable[[Page], Mapping[str, object]] = _nothing
     typed: str = ""
     danger: bool = False
 
@@ -122,6 +132,11 @@ class Change:
     def _check(self, page: Page) -> None:
         for name in self.about:
             page.form.need(name)
+        if page.form.get("seen") not in ("", self._mark(page)):
+            raise PgqueBadArgumentError(
+                f"{self._named(page, '{' + self.about[-1] + '}')} was changed since this form was opened",
+                hint="Nothing was changed now. Open the form again, to see what it has become.",
+            )
         for one in self.fields:
             if one.needed and not page.form.get(one.name):
                 raise RefusedFieldError(one.name, f"{one.label} is empty")
@@ -137,11 +152,18 @@ class Change:
         names = (*self.about, *(one.name for one in self.fields))
         return text.format_map({name: page.form.get(name) for name in names})
 
+    def _mark(self, page: Page) -> str:
+        now = self.seen(page)
+        return hashlib.sha256(repr(sorted(now.items())).encode()).hexdigest() if now else ""
+
     def _shared(self, page: Page) -> dict[str, Any]:
+        allowed = self.allowed(page)
+        seen = page.form.get("seen") or (self._mark(page) if allowed else "")
         return {
+            "seen": [("seen", seen)] if seen else [],
             "queue": page.form.get("queue") if "queue" in self.about else None,
             "title": self._named(page, self.title),
-            "allowed": self.allowed(page),
+            "allowed": allowed,
             "back": (self.comes_from or self.leads_to)(page),
             "button": self._named(page, self.button),
         }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from datetime import timedelta
 
 from ..errors import PgqueMessageNotFoundError, PgqueQueueNotFoundError
-from .change import PREVIEW, Change, Facts, Field, Place, RefusedFieldError, Statement
+from .change import PREVIEW, Change, Facts, Field, Place, RefusedFieldError, Statement, kept
 from .page import Page, Row
 
 MOST_COUNTED = 10_000  # retries, dead letters or recurring messages that a question counts
@@ -251,10 +252,13 @@ _RECURRING_OPTIONS = (
 )
 
 
-def _create_recurring(page: Page) -> Statement:
-    form = page.form
-    asked: dict[str, object] = {one.name: form.get(one.name) or None for one in _SCHEDULE}
-    asked |= {"name": form.need("name"), "payload": form.get("payload")}
+def _create_recurring(page: Page, now: Mapping[str, str] | None = None) -> Statement:
+    form, stored = page.form, now or {}
+    values = {
+        one.name: kept(form.get(one.name), stored.get(one.name, ""), bool(one.rows)) for one in _SCHEDULE
+    }
+    asked: dict[str, object] = {name: value or None for name, value in values.items()}
+    asked |= {"name": form.need("name"), "payload": values["payload"]}
     if form.get("kind") == "json":
         return (
             "select pgque.create_recurring(%(name)s, %(queue)s, %(cron)s, %(type)s, %(payload)s::jsonb,"
@@ -263,7 +267,7 @@ def _create_recurring(page: Page) -> Statement:
         )
     if form.get("kind") == "bytes":
         try:
-            asked["payload"] = bytes.fromhex(form.get("payload").removeprefix("\\x"))
+            asked["payload"] = bytes.fromhex(values["payload"].removeprefix("\\x"))
         except ValueError as error:
             raise RefusedFieldError(
                 "payload", "the payload is no hexadecimal number", "As in 00 ff 1e."
@@ -280,7 +284,14 @@ def _create_recurring(page: Page) -> Statement:
 
 def _recurring(page: Page) -> Row:
     name = page.form.need("name")
-    row = page.one("select r.* from pgque.list_recurring() as r where r.name = %s", [name])
+    # As text, which keeps a month, a number of many digits, and a year above 9999.
+    row = page.one(
+        "select r.name, r.queue_name, r.cron, r.timezone, r.type_name, r.payload, r.payload_bytes,"
+        " r.headers::text as headers, r.key, r.partition_key, r.delay::text as delay, r.ttl::text as ttl,"
+        " r.catch_up, r.starts_at::text as starts_at, r.ends_at::text as ends_at, r.created_by,"
+        " r.created_at::text as created_at from pgque.list_recurring() as r where r.name = %s",
+        [name],
+    )
     if not row:
         raise PgqueMessageNotFoundError(f"recurring message not found: {name}", sqlstate="PQ010")
     return row
@@ -296,8 +307,12 @@ def _new_recurring(page: Page) -> Statement:
 
 
 def _changed_recurring(page: Page) -> Statement:
-    _recurring(page)  # one that was deleted meanwhile is not created again
-    return _create_recurring(page)
+    return _create_recurring(page, _recurring_now(page))  # one that was deleted is not created again
+
+
+def _recurring_seen(page: Page) -> Row:
+    hidden = ("payload", "payload_bytes", "headers") if page.hides_payloads else ()
+    return {name: value for name, value in _recurring(page).items() if name not in hidden}
 
 
 def _recurring_now(page: Page) -> dict[str, str]:
@@ -311,8 +326,6 @@ def _recurring_now(page: Page) -> dict[str, str]:
     now |= {"queue": row["queue_name"], "type": row["type_name"], "kind": kind}
     if kind == "bytes":
         now["payload"] = row["payload_bytes"].hex()
-    if row["headers"] is not None:
-        now["headers"] = json.dumps(row["headers"], ensure_ascii=False)
     return {name: "" if value is None else str(value) for name, value in now.items()}
 
 
@@ -462,6 +475,7 @@ CHANGES = (
         text="Its position and its retries stay. When the kind changes, leased messages are redelivered."
         " Programs have to receive as the new kind does: with the name of a worker, or without.",
         current=_consumer_now,
+        seen=_consumer_now,
     ),
     Change(
         "/queue/unsubscribe",
@@ -543,6 +557,7 @@ CHANGES = (
         " stays the same unless the schedule or its zone changes.",
         facts=_next_runs,
         current=_recurring_now,
+        seen=_recurring_seen,
     ),
     Change(
         "/recurring/drop",
@@ -555,6 +570,7 @@ CHANGES = (
         about=("name",),
         text="It is not sent again. Messages that were sent stay.",
         facts=_runs_next,
+        seen=_recurring_seen,
         danger=True,
     ),
 )

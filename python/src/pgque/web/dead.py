@@ -291,5 +291,10 @@ def ask_purge(page: Page) -> Response:
 def purge(page: Page) -> Response:
     """Delete the dead letters that were given up before a time: those that were counted, none newer."""
     name, until = page.form.need("queue"), page.form.need("until")
-    count = page.value("select pgque.dlq_purge(%s, pgque.clock() - %s::timestamptz)", [name, until])
+    count = page.value(
+        # In seconds: an age in days would be another time where a day has 23 or 25 hours.
+        "select pgque.dlq_purge(%s, pg_catalog.make_interval("
+        "secs => extract(epoch from pgque.clock() - %s::timestamptz)::float8))",
+        [name, until],
+    )
     return page.done(f"{count:,} deleted.", "/dead", queue=name)

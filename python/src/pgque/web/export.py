@@ -32,8 +32,11 @@ def wanted(page: Page) -> bool:
     return bool(kind)
 
 
-def answer(page: Page, name: str, following: Next) -> Response:
-    """Return a list as a file that the browser keeps: MOST_EXPORTED rows at most, and it tells of more."""
+def answer(page: Page, name: str, following: Next, beyond: str = "") -> Response:
+    """Return a list as a file that the browser keeps: MOST_EXPORTED rows at most, and it tells of more.
+
+    `beyond`: what the list as a whole leaves out, if it does.
+    """
     kind = page.form.get("format")
     out = io.StringIO()
     write = _as_csv(out) if kind == "csv" else _as_json(out)
@@ -49,6 +52,7 @@ def answer(page: Page, name: str, following: Next) -> Response:
             break
         write({key: value for key, value in row.items() if not (page.hides_payloads and key in PAYLOADS)})
         count += 1
+    more = more or beyond
     text = out.getvalue()
     if kind == "json":
         text = f'{{"rows": [{text}\n], "more": {json.dumps(more or None)}}}\n'

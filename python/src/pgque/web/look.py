@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import unicodedata
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
+from decimal import Decimal
 
 from markupsafe import Markup, escape
 
@@ -71,8 +73,26 @@ def after(value: object, prefix: str) -> str:
     return f"…{whole[len(prefix) :]}" if prefix and whole.startswith(prefix) else whole
 
 
+def _exact(digits: str) -> float:
+    """Return a number. Raises ValueError for one that would be written as another one."""
+    value = float(digits)
+    if not math.isfinite(value) or Decimal(digits) != Decimal(repr(value)):
+        raise ValueError
+    return value
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError
+    return found
+
+
 def payload(row: dict[str, object]) -> dict[str, str]:
-    """Return kind (JSON, text, bytes or none) and text of a message's payload, or of its start."""
+    """Return kind (JSON, text, bytes or none) and text of a message's payload, or of its start.
+
+    JSON that would not be written as what it is, such as a number of many digits, is text.
+    """
     raw, whole = row["payload_bytes"], row["payload"]
     if isinstance(raw, bytes):
         return {"kind": "bytes", "text": raw.hex(" ", 2)}
@@ -81,7 +101,8 @@ def payload(row: dict[str, object]) -> dict[str, str]:
     shown = str(whole)
     if shown.lstrip()[:1] in ("{", "["):
         with suppress(ValueError, RecursionError):
-            return {"kind": "JSON", "text": json.dumps(json.loads(shown), indent=2, ensure_ascii=False)}
+            value = json.loads(shown, parse_float=_exact, parse_constant=_exact, object_pairs_hook=_distinct)
+            return {"kind": "JSON", "text": json.dumps(value, indent=2, ensure_ascii=False)}
     return {"kind": "text", "text": shown}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from starlette.responses import Response
 
 from ..errors import PgqueBadArgumentError, PgqueError, PgqueMessageNotFoundError
 from . import archive, export
-from .change import Statement
+from .change import Statement, kept
 from .look import MOST_SHOWN, payload
 from .page import END, SHOWN, Page, Row
 
@@ -82,6 +81,9 @@ def show(page: Page) -> Response:
     asked["cut"] = SHOWN
     query = _LISTED if admin else PEEKED
     if export.wanted(page):
+        beyond = not admin and page.value(
+            "select count(*) > %s from pgque.peek(%s, %s) as p", [LOOKED, name, LOOKED + 1]
+        )
         return export.answer(
             page,
             f"messages-{name}",
@@ -90,6 +92,7 @@ def show(page: Page) -> Response:
                 {**asked, "cut": export.CUT, "most": most}
                 | ({} if last is None else {"before": last["msg_id"]}),
             ),
+            "looked" if beyond else "",
         )
     longer = bool(form.get("longer"))
     rows = page.search(query, asked)
@@ -218,17 +221,17 @@ def edit(page: Page) -> Response:
     """Requeue a dead letter as edited; after an error show the form again, with what was typed."""
     letter = _editable(page)
     form, name = page.form, page.form.need("queue")
-    # A browser ends the lines of a form with CR LF. What was not edited stays as it is, byte by byte.
-    payload = form.get("payload").replace("\r\n", "\n")
-    same = payload == (letter["ev_data"] or "").replace("\r\n", "\n")
+    # What was not edited stays as it is, byte by byte.
+    payload = kept(form.get("payload"), letter["ev_data"] or "")
+    same = payload == (letter["ev_data"] or "")
+    headers = kept(form.get("headers"), letter["ev_headers"] or "")
+    typed = kept(form.get("type"), letter["ev_type"] or "", lines=False)
     asked = {
         "dl": letter["dl_id"],
         "payload": None if same else payload,
-        "type": form.get("type") if form.get("type") != (letter["ev_type"] or "") else None,
-        "headers": form.get("headers") or "{}",
+        "type": typed if typed != (letter["ev_type"] or "") else None,
+        "headers": (headers or "{}") if headers != (letter["ev_headers"] or "") else None,
     }
-    if letter["ev_headers"] is None and asked["headers"] == "{}":
-        asked["headers"] = None
     try:
         # A form that says JSON is checked by the server, as a send is.
         json_text = form.get("kind") == "json" and not same
@@ -266,8 +269,7 @@ def _editable(page: Page) -> Row:
 
 def _edit_form(page: Page, letter: Row, error: str) -> Response:
     form, data = page.form, letter["ev_data"] or ""
-    headers = "" if letter["ev_headers"] is None else json.dumps(letter["ev_headers"], ensure_ascii=False)
-    before = {"type": letter["ev_type"] or "", "payload": data, "headers": headers}
+    before = {"type": letter["ev_type"] or "", "payload": data, "headers": letter["ev_headers"] or ""}
     before["kind"] = "json" if payload({"payload": data, "payload_bytes": None})["kind"] == "JSON" else "text"
     return page.shown(
         "edit.html",
@@ -352,7 +354,8 @@ def _history(page: Page, name: str, number: int) -> list[Row]:
 def _letter(page: Page, name: str, dl_id: int) -> Row:
     """Return one dead letter; without a time if it is none any more."""
     found = page.one(
-        "select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_type, d.consumer_name, d.ev_headers,"
+        "select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_type, d.consumer_name,"
+        " d.ev_headers::text as ev_headers,"
         " left(d.ev_data, %(most)s) as ev_data,"
         " d.ev_bytes is null and coalesce(length(d.ev_data), 0) <= %(most)s as editable"
         " from pgque.dlq_inspect(%(queue)s, 1, before_id => %(below)s) as d where d.dl_id = %(dl)s",

@@ -13,7 +13,13 @@ import psycopg
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from ..errors import PgqueBadArgumentError, PgqueError, PgquePermissionDeniedError, from_psycopg
+from ..errors import (
+    PgqueBadArgumentError,
+    PgqueError,
+    PgquePermissionDeniedError,
+    PgqueTickNotFoundError,
+    from_psycopg,
+)
 from ..ops.overview import ROLE_QUERY
 from .database import Connection, Parameters
 from .sessions import Session
@@ -55,14 +61,19 @@ class Form:
         self.fields = [(name, value) for name, value in fields if value != ""]
 
     @classmethod
-    def read(cls, body: str) -> Form:
-        """Return the fields of a text in URL encoding. Raises PgqueBadArgumentError for more than 20,000."""
+    def read(cls, body: str, posted: bool = False) -> Form:
+        """Return the fields of a text in URL encoding. Raises PgqueBadArgumentError for more than 20,000.
+
+        `posted`: a browser has written every line break of a form as CR LF, whatever it was.
+        """
         try:
             fields = parse_qsl(body, keep_blank_values=True, max_num_fields=20_000)
         except ValueError as error:
             raise PgqueBadArgumentError(f"the form cannot be read: {error}") from error
         if any("\0" in value for _, value in fields):
             raise PgqueBadArgumentError("PostgreSQL stores no text with the character NUL")
+        if posted:
+            fields = [(name, value.replace("\r\n", "\n")) for name, value in fields]
         return cls(fields)
 
     def get(self, name: str, default: str = "") -> str:
@@ -90,7 +101,8 @@ class Form:
 
 def _number(name: str, text: str) -> int:
     digits = text.strip()
-    if not (digits.isascii() and digits.removeprefix("-").isdigit()) or abs(int(digits[:25])) >= 2**63:
+    known = len(digits) < 25 and digits.isascii() and digits.removeprefix("-").isdigit()
+    if not known or abs(int(digits)) >= 2**63:
         raise PgqueBadArgumentError(f"the field {name} is no whole number: {text[:50]!r}")
     return int(digits)
 
@@ -177,6 +189,24 @@ class Page:
     def may_change(self, right: str, queue: str) -> bool:
         """Return whether the page offers a change that needs this right."""
         return self.writable and self.may(right, queue)
+
+    # -- the queue that a form is about ------------------------------------------
+
+    def identity(self, queue: str | None) -> list[tuple[str, str]]:
+        """Return the field by which a form that is sent is not about another queue of the same name."""
+        if queue is None or not self.may("consume", queue):
+            return []
+        return [("incarnation", str(self.value("select pgque.queue_incarnation(%s)", [queue])))]
+
+    def check_identity(self) -> None:
+        """Raise PgqueTickNotFoundError if the queue of the form was created again since it was shown."""
+        shown, queue = self.form.get("incarnation"), self.form.get("queue")
+        if shown and queue and [("incarnation", shown)] != self.identity(queue):
+            raise PgqueTickNotFoundError(
+                f"queue {queue} was created again or loaded from a dump since this page was shown",
+                sqlstate="PQ015",
+                hint="Nothing was changed. Look at the queue as it is now, and begin again.",
+            )
 
     # -- queries ---------------------------------------------------------------
 

@@ -217,7 +217,7 @@ class Site(Shared):
         """Run a handler on a connection of the session; show its error, or say it on the page before."""
         sent = hashlib.sha256(f"{request.url.path} {fields}".encode()).hexdigest()
         try:
-            form = Form.read(fields)
+            form = Form.read(fields, request.method == "POST")
             if not reads and form.get("once") and not session.once(sent):
                 raise PgqueBadArgumentError(
                     "this form was sent already, and it runs only once",
@@ -226,6 +226,8 @@ class Site(Shared):
             timeout = None if reads else self.config.change_timeout
             with session.connections.take(reads, timeout) as connection:
                 page = Page(self, request, session, connection, form)
+                if request.method == "POST":
+                    page.check_identity()
                 if reads:
                     return handler(page)
                 if not page.writable:
