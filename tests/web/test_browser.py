@@ -290,7 +290,7 @@ def test_no_button_is_cut_off_at_any_width(
         assert box["width"] > 1700
 
 
-@pytest.mark.parametrize("width", [360, 1024])
+@pytest.mark.parametrize("width", [360, 1024, 1440])
 def test_times_and_names_are_neither_cut_off_nor_broken_nor_above_one_another(
     opened: Open, address: str, admin: Role, filled: str, width: int
 ) -> None:
@@ -300,11 +300,11 @@ def test_times_and_names_are_neither_cut_off_nor_broken_nor_above_one_another(
         page.locator("table.cards tbody tr").first.wait_for()
         # As long as they are after a bad night
         page.locator("main").evaluate(
-            "e => { for (const cell of e.querySelectorAll('td.n')) cell.textContent = '23 h 59 min ago';"
+            "e => { for (const cell of e.querySelectorAll('td.n')) cell.textContent = 'expired 23 h 59 min ago';"
             " for (const cell of e.querySelectorAll('tbody th')) cell.textContent = 'legacy_import'; }"
         )
         cut = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.dataset.label)"
-        assert page.locator("table.cards td.n").evaluate_all(cut) == []
+        assert page.locator("table.cards td.n, .facts dt").evaluate_all(cut) == []
         lines = "all => all.map(e => { const r = document.createRange(); r.selectNodeContents(e); return r.getClientRects().length; })"
         assert set(page.locator("table.cards tbody th").evaluate_all(lines)) == {1}
 

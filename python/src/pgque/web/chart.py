@@ -149,7 +149,13 @@ def drawn(
         last = "no sample" if points[-1] is None else say(points[-1])
         summary = f"The last {words}: {last} in the last {span(width)}, {say(highest)} at most."
         summary += f" No samples for {missing}." if len(known) < len(points) else ""
-    return Chart(title, bars, [number(top * part) if top >= 1 else f"{top * part:g}" for part in (1, 0.5, 0)], times, summary)
+    return Chart(
+        title,
+        bars,
+        [number(top * part) if top >= 1 else f"{top * part:g}" for part in (1, 0.5, 0)],
+        times,
+        summary,
+    )
 
 
 def _round_up(value: float, least: float) -> float:
