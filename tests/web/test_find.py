@@ -181,7 +181,7 @@ def test_what_can_be_done_with_one_message_is_offered_where_it_applies_and_noted
     assert "Retry now…" in page
     assert "Release the lease…" not in page
     assert re.search(
-        r"History .* sent [\d: -]+ ticked [\d: -]+ tick \d+ due [\d: -]+ c rejected 1 times, no answer", page
+        r"History .* sent [\d: -]+ ticked [\d: -]+ tick \d+ due [\d: -]+ c rejected 1 time, no answer", page
     )
     ask = {"queue": queue, "id": ids[0], "action": "retry", "consumer": "c"}
     assert "Retry now: message" in text(b.get("/message/ask", **ask))
