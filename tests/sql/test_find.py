@@ -248,11 +248,11 @@ def test_what_is_known_of_a_message_is_told_from_its_sending_to_its_end(own: Con
     assert ("delivered", "c", "w", "delivery 1") in leased
     assert ("lease expires", "c", "w", None) in leased
     outcome(own, "nack", batch, [sent[0]], "1 hour", "no answer")
-    assert ("due", "c", None, "rejected 1 times, no answer") in history(sent[0])
+    assert ("due", "c", None, "rejected 1 time, no answer") in history(sent[0])
     outcome(own, "dead", batch, [sent[1]], "no such order")
-    assert ("dead", "c", None, "1 deliveries, no such order") in history(sent[1])
+    assert ("dead", "c", None, "1 delivery, no such order") in history(sent[1])
     outcome(own, "archive", batch, [sent[2]])
-    assert ("archived", "c", "w", "archived, 1 deliveries") in history(sent[2])
+    assert ("archived", "c", "w", "archived, 1 delivery") in history(sent[2])
     ack(own, batch)
     assert history(sent[3])[-1] == ("done", None, None, None)
     # What somebody did by hand is part of it.

@@ -290,6 +290,25 @@ def test_no_button_is_cut_off_at_any_width(
         assert box["width"] > 1700
 
 
+@pytest.mark.parametrize("width", [360, 1024, 1440])
+def test_times_and_names_are_neither_cut_off_nor_broken_nor_above_one_another(
+    opened: Open, address: str, admin: Role, filled: str, width: int
+) -> None:
+    page = opened(address, admin, viewport={"width": width, "height": 900})
+    for path in ("/", f"/queue?queue={filled}"):
+        page.goto(address + path)
+        page.locator("table.cards tbody tr").first.wait_for()
+        # As long as they are after a bad night
+        page.locator("main").evaluate(
+            "e => { for (const cell of e.querySelectorAll('td.n')) cell.textContent = 'expired 23 h 59 min ago';"
+            " for (const cell of e.querySelectorAll('tbody th')) cell.textContent = 'legacy_import'; }"
+        )
+        cut = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.dataset.label)"
+        assert page.locator("table.cards td.n, .facts dt").evaluate_all(cut) == []
+        lines = "all => all.map(e => { const r = document.createRange(); r.selectNodeContents(e); return r.getClientRects().length; })"
+        assert set(page.locator("table.cards tbody th").evaluate_all(lines)) == {1}
+
+
 def test_a_payload_is_copied_by_a_button_or_selected(
     opened: Open, address: str, admin: Role, filled: str, conn: Connection
 ) -> None:
@@ -336,7 +355,7 @@ def test_an_open_page_is_kept_up_to_date_and_shows_when_it_is_stale_or_of_anothe
     page.goto(f"{address}/queue?queue={queue}")
     log_in(page, admin)
     facts = page.locator(".facts").first
-    assert "Since the last tick\n0" in facts.inner_text()
+    assert "Sent since the last tick\n0" in facts.inner_text()
     conn.execute("select pgque.send(%s, 'x'::text)", [queue])
     page.clock.run_for(10_100)
     facts.get_by_text("1", exact=True).wait_for()
@@ -418,7 +437,7 @@ def test_an_open_page_goes_on_after_a_click_and_pauses_only_while_somebody_types
         page.clock.run_for(10_100)
         facts.get_by_text(str(number), exact=True).first.wait_for()
 
-    before = int(facts.get_by_text("Since the last tick").locator("..").locator("dd").inner_text())
+    before = int(facts.get_by_text("Sent since the last tick").locator("..").locator("dd").inner_text())
     # A click into a table, which takes the focus.
     page.get_by_role("region", name="Workers").get_by_text("w1").click()
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Workers"

@@ -111,7 +111,10 @@ def test_a_queue_is_created_and_dropped_and_what_was_shown_is_what_ran(
     ).fetchone()
     assert batch is not None
     page = b.get("/queue/drop", queue=name)
-    assert "Consumers 1 Pending, of the slowest 3 Processing 1 Retries 0 Dead letters 0" in text(page)
+    assert (
+        "Consumers 1 Pending, of the slowest 3 Processing 1 Retries and delayed messages 0 Dead letters 0"
+        in text(page)
+    )
     assert (
         shown_sql(page) == sql.SQL("select pgque.drop_queue({}, true)").format(sql.Literal(name)).as_string()
     )

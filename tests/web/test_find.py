@@ -184,7 +184,7 @@ def test_what_can_be_done_with_one_message_is_offered_where_it_applies_and_noted
     assert "Retry now…" in page
     assert "Release the lease…" not in page
     assert re.search(
-        r"History .* sent [\d: -]+ ticked [\d: -]+ tick \d+ due [\d: -]+ c rejected 1 times, no answer", page
+        r"History .* sent [\d: -]+ ticked [\d: -]+ tick \d+ due [\d: -]+ c rejected 1 time, no answer", page
     )
     ask = {"queue": queue, "id": ids[0], "action": "retry", "consumer": "c"}
     assert "Retry now: message" in text(b.get("/message/ask", **ask))
@@ -423,6 +423,10 @@ def test_a_search_is_bounded_and_says_how_far_it_looked(
     assert "Search longer" in page
     assert "Search longer" not in text(b.get("/search", q="old needle", of=queues[0], longer=1))
     assert queues[0] in text(b.get("/search", q="old needle", of=queues[0], longer=1))
+    # Enough was found: a longer search would find the same.
+    page = text(b.get("/search", q="kind", of=queues[0]))
+    assert "These are the first 50." in page
+    assert "Search longer" not in page
     # Old dead letters are found beside the newest messages.
     batch = conn.execute("select min(batch_id) from pgque.receive(%s, 'c', 10, 'w')", [queues[1]]).fetchone()
     assert batch is not None

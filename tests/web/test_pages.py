@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from html import unescape
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -17,7 +18,7 @@ from pgque.client.limit import LimitedConnection
 from pgque.ops.overview import SLOW
 from pgque.ops.problems import KINDS
 from pgque.ops.units import NOTHING
-from pgque.web import overview
+from pgque.web import chart, overview
 from pgque.web.config import Config, databases
 from pgque.web.look import detail
 from pgque.web.page import Page
@@ -361,7 +362,9 @@ def test_a_message_is_cancelled_after_a_question(
     assert f"Cancel message {found[0]}?" in page
     assert "read by offsets still see it" in page
     assert states(conn, queue) == {"processing": 2}
-    assert f"Message {found[0]} was processing." in text(b.post("/message/cancel", queue=queue, id=found[0]))
+    assert f"Message {found[0]} is cancelled; it was processing." in text(
+        b.post("/message/cancel", queue=queue, id=found[0])
+    )
     assert states(conn, queue) == {"processing": 1}
     assert "cancel" in text(b.get("/actions", of=queue))
 
@@ -696,6 +699,7 @@ def test_a_role_with_a_right_to_one_queue_sees_that_queue_and_is_offered_what_it
     assert "may not send" in text(b.get("/send", queue=read))
     two = {"was-max_retries": "5", "set-max_retries": "2"}
     assert "is now 2" in text(b.post("/queue/settings", queue=own, **two))
+    assert "Create a recurring message" in text(b.get("/recurring"))
     # What is not offered is refused as well.
     for name in (read, write, other):
         b.post("/queue/settings", 403, queue=name, **two)
@@ -881,6 +885,30 @@ def bars(page: str, title: str) -> list[str]:
     return re.findall(
         r"<title>\d\d-\d\d \d\d:\d\d UTC, [^:]*: (.*?)</title>", figure.partition("</figure>")[0]
     )
+
+
+def test_a_role_that_only_looks_is_offered_neither_dead_letters_nor_a_recurring_message(
+    browser: NewBrowser, admin: Role, reader: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    batch, ids = leased(conn, tick, queue, ["a", "b"])
+    conn.execute("select pgque.dead(%s, %s, 'x')", [batch, ids])
+    for role, offered in ((admin, True), (reader, False)):
+        b = browser(role)
+        assert (f'href="/dead?queue={queue}' in b.get("/", name=queue).text) is offered
+        assert ("Create a recurring message" in text(b.get("/recurring"))) is offered
+
+
+def test_the_scale_of_a_rate_fits_a_queue_with_little_traffic() -> None:
+    width = timedelta(minutes=5)
+    rows = [{"start_at": datetime(2030, 1, 1, tzinfo=timezone.utc) + n * width} for n in range(2)]
+
+    def levels(highest: float, least: float = 0.001) -> list[str]:
+        return chart.drawn("", "hour", rows, width, [0, highest], str, least).levels
+
+    assert levels(0.028) == ["0.05", "0.025", "0"]
+    assert levels(0.3) == ["0.5", "0.25", "0"]
+    assert levels(0) == levels(0.3, 1) == ["1", "0.5", "0"]
+    assert levels(1_500) == ["2,000", "1,000", "0"]
 
 
 def test_charts_show_what_was_sampled_of_a_queue_and_of_each_consumer(

@@ -655,7 +655,11 @@ begin
       'events', coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0),
       'pending', v_late.pending,
       'lag', extract(epoch from v_late.lag),
-      'retries', (select count(*) from pgque.retry_queue r where p_retries and r.ev_queue = p_queue.queue_id),
+      -- Neither delayed messages nor those that a worker has again
+      'retries', (
+        select count(*)
+        from pgque.retry_queue r
+        where p_retries and r.ev_queue = p_queue.queue_id and r.ev_owner <> 0 and r.ev_receives > 0 and (r.ev_batch is null or r.ev_retry_after <= pgque.clock())),
       'dead', v_dead.stay + v_dead.waiting,
       'in_flight', (select coalesce(sum(f.messages), 0) from pgque._in_flight(p_queue.queue_id, v_back.subs, v_back.positions) f),
       'consumers', v_back.consumers);
@@ -947,6 +951,6 @@ end
 $$;
 comment on function pgque.overview(text, pgque.caller) is
   'Returns what pgque web and pgque top show first, one row for each queue that the caller has a right to, or for one queue: paused, ev_per_sec (over the last minute), events (sent, '
-  'ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries, dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), ticker_paused, and '
+  'ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries (rejected messages, without delayed ones), dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), ticker_paused, and '
   'problems (the rows of health() that are not ok, as a JSON array). For a member of pgque_reader, a first row without a queue has those of the whole server. Figures are NULL if another '
   'session has a table of the queue locked. Errors: PQ001 no such queue.';

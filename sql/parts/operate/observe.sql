@@ -893,17 +893,17 @@ begin
       where m.status = 'processing' and l.pos_time is not null
       union all
       select m.available_at, case m.status when 'processing' then 'lease expires' else 'due' end, m.consumer_name, m.worker, null,
-        concat_ws(', ', case when m.retry_count > 0 then 'rejected ' || m.retry_count || ' times' end, m.last_error)
+        concat_ws(', ', case when m.retry_count > 0 then 'rejected ' || m.retry_count || case m.retry_count when 1 then ' time' else ' times' end end, m.last_error)
       from m
       where m.status in ('retry', 'delayed') or m.status = 'processing' and m.worker is not null   -- who reads alone has no lease
       union all
       select m.expires_at, 'expires', m.consumer_name, null, null, null from m where m.status <> 'archived' and isfinite(m.expires_at)
       union all
-      select d.dl_time, m.status, m.consumer_name, null, d.dl_id, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || ' deliveries' end, d.dl_reason)
+      select d.dl_time, m.status, m.consumer_name, null, d.dl_id, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || case m.receive_count when 1 then ' delivery' else ' deliveries' end end, d.dl_reason)
       from m
       join pgque.dead_letter d on d.dl_id = m.dl_id
       union all
-      select a.archived_at, 'archived', c.co_name, a.arc_worker, a.archive_id, concat_ws(', ', a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || ' deliveries' end)
+      select a.archived_at, 'archived', c.co_name, a.arc_worker, a.archive_id, concat_ws(', ', a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || case a.arc_receives when 1 then ' delivery' else ' deliveries' end end)
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
       where a.ev_id = $2 and %s

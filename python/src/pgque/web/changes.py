@@ -100,7 +100,7 @@ def _lost_with_queue(page: Page) -> Facts:
         ("Consumers", sum(row["role"] != "coop_member" for row in consumers)),
         ("Pending, of the slowest", max((row["pending_events"] or 0 for row in consumers), default=0)),
         ("Processing", figures.get("pgque_messages_in_flight", 0)),
-        ("Retries", figures.get("pgque_queue_retries", 0)),
+        ("Retries and delayed messages", figures.get("pgque_queue_retries", 0)),
         ("Dead letters", figures.get("pgque_queue_dead_letters", 0)),
         ("Recurring messages", recurring),
     ]

@@ -102,8 +102,8 @@ def _taken(page: Page, wanted: str, queue: str | None, consumer: str) -> list[Ch
         return f"{number(value)} a second"
 
     found = [
-        drawn("Sent, messages a second", words, rows, width, rate("sent"), each),
-        drawn("Delivered, messages a second", words, rows, width, rate("delivered"), each),
+        drawn("Sent, messages a second", words, rows, width, rate("sent"), each, 0.001),
+        drawn("Delivered, messages a second", words, rows, width, rate("delivered"), each, 0.001),
     ]
     if queue is not None:
         found += [
@@ -121,12 +121,16 @@ def drawn(
     width: timedelta,
     values: Iterable[float | None],
     say: Callable[[float], str],
+    least: float = 1,
 ) -> Chart:
-    """Return a chart of values, one a bucket; None is one that was not sampled. `say` tells a value."""
+    """Return a chart of values, one a bucket; None is one that was not sampled.
+
+    `say` tells a value. The scale ends at `least` or above, so that a small value is no high bar.
+    """
     points = list(values)
     known = [value for value in points if value is not None]
     highest = max(known, default=0.0)
-    top = _round_up(highest)
+    top = _round_up(highest, least if highest else 1)
     bars = [
         Bar(
             n,
@@ -145,12 +149,18 @@ def drawn(
         last = "no sample" if points[-1] is None else say(points[-1])
         summary = f"The last {words}: {last} in the last {span(width)}, {say(highest)} at most."
         summary += f" No samples for {missing}." if len(known) < len(points) else ""
-    return Chart(title, bars, [number(top * part) for part in (1, 0.5, 0)], times, summary)
+    return Chart(
+        title,
+        bars,
+        [number(top * part) if top >= 1 else f"{top * part:g}" for part in (1, 0.5, 0)],
+        times,
+        summary,
+    )
 
 
-def _round_up(value: float) -> float:
-    """Return the next 1, 2 or 5 times a power of ten, at least 1."""
-    step = 1.0
+def _round_up(value: float, least: float) -> float:
+    """Return the next 1, 2 or 5 times a power of ten, at least `least`, which is such a power."""
+    step = least
     while True:
         for factor in (1, 2, 5):
             if value <= step * factor:

@@ -317,8 +317,8 @@ def cancel(page: Page) -> Response:
     """Cancel a message for all consumers."""
     name, number = page.form.need("queue"), page.form.number("id")
     state = page.value(*_cancel(name, number))
-    before = " before" if state == "cancelled" else ""
-    return page.done(f"Message {number} was {state}{before}.", "/messages", queue=name)
+    said = "had been cancelled before" if state == "cancelled" else f"is cancelled; it was {state}"
+    return page.done(f"Message {number} {said}.", "/messages", queue=name)
 
 
 def _found(page: Page, asked: dict[str, object]) -> tuple[list[Row], Row]:

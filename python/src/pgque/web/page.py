@@ -177,6 +177,13 @@ class Page:
         rights = self._rights().values()
         return any(row["produce"] for row in rights) and not any(row["see"] for row in rights)
 
+    @property
+    def sends(self) -> bool:
+        """Whether the page offers to send to any queue."""
+        if not self.writable or self.role["admin"] or self.role["writer"]:
+            return self.writable
+        return any(row["produce"] for row in self._rights().values())
+
     def _rights(self) -> dict[str | None, Row]:
         if self.session.rights is None or time.monotonic() - self.session.rights[0] > RIGHTS_KEPT:
             try:
