@@ -50,7 +50,8 @@ class Search:
     def __init__(self, page: Page, wanted: str) -> None:
         self.page = page
         self.wanted = wanted
-        self.id = int(wanted) if wanted.isascii() and wanted.isdigit() and int(wanted[:20]) < END else None
+        number = len(wanted) < 20 and wanted.isascii() and wanted.isdigit()
+        self.id = int(wanted) if number and int(wanted) < END else None
         self.window = LONG_WINDOW if page.form.get("longer") else WINDOW
         self.found: dict[tuple[Any, ...], Row] = {}
         self.looked = 0  # queues

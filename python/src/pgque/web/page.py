@@ -90,7 +90,8 @@ class Form:
 
 def _number(name: str, text: str) -> int:
     digits = text.strip()
-    if not (digits.isascii() and digits.removeprefix("-").isdigit()) or abs(int(digits[:25])) >= 2**63:
+    whole = len(digits) < 25 and digits.isascii() and digits.removeprefix("-").isdigit()
+    if not whole or abs(int(digits)) >= 2**63:
         raise PgqueBadArgumentError(f"the field {name} is no whole number: {text[:50]!r}")
     return int(digits)
 
