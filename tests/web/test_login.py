@@ -149,6 +149,10 @@ def test_a_database_that_cannot_be_reached_is_no_wrong_password(
         assert b.log_in(reader).status_code == 503
     conn.execute(sql.SQL("alter role {} connection limit -1").format(sql.Identifier(reader.name)))
     assert b.log_in(reader).status_code == 200
+    # The server repeats the name, whose words are none of its own.
+    named = Role("permission denied for database", make_conninfo("", password="x"))
+    codes = [Browser(app).log_in(named).status_code for _ in range(6)]
+    assert codes == [401] * 5 + [429]
     # A role that may not log in is refused as one that does not exist.
     locked = roles("reader")
     conn.execute(sql.SQL("alter role {} nologin").format(sql.Identifier(locked.name)))
@@ -373,6 +377,18 @@ def test_a_session_with_fewer_connections_comes_first(tcp_dsn: str, reader: Role
     second.close()
 
 
+def test_work_on_dead_letters_leaves_a_connection_to_the_pages_of_its_role_however_few_there_are(
+    browser: NewBrowser, reader: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "POOL_WAIT", 0.5)
+    b = browser(reader, max_connections=2)
+    session = next(iter(b.client.app.sessions._held.values()))  # type: ignore[attr-defined]
+    with session.connections.take(False, lasting=True):
+        b.get("/recurring")
+        with pytest.raises(PgqueConnectionError), session.connections.take(False, lasting=True):
+            pass
+
+
 def test_by_default_the_page_has_an_eighth_of_the_servers_connections(
     browser: NewBrowser, reader: Role, conn: Connection
 ) -> None:
@@ -397,6 +413,22 @@ def test_a_page_that_is_left_open_does_not_keep_its_session(browser: NewBrowser,
     for _ in range(2):
         session.used -= 29 * 60
         assert "Log out" in b.get("/").text
+
+
+def test_a_session_outlasts_its_work_by_the_idle_time(browser: NewBrowser, reader: Role) -> None:
+    b = browser(reader)
+    session = next(iter(b.client.app.sessions._held.values()))  # type: ignore[attr-defined]
+    job, release = Job("work", "/", [1]), threading.Event()
+    session.jobs[job.key] = job
+    job.start(lambda: nullcontext((lambda _: release.wait(60), lambda *_: [])))
+    session.used -= 3600  # nobody has made a request since then, but the page of the work is open
+    live = {"pgque-live": "1"}
+    assert b.client.get("/job", params={"key": job.key}, headers=live).url.path == "/job"
+    release.set()
+    job.join(10)
+    assert "1 of 1 done." in text(b.client.get("/job", params={"key": job.key}, headers=live))
+    session.used -= 31 * 60
+    assert b.client.get("/", headers=live).url.path == "/login"
 
 
 def test_log_out_and_time_end_a_session_and_its_connections(
@@ -478,6 +510,7 @@ def test_forged_cookies_and_forms_of_other_sites_are_refused(
         ({"csrf": "ü"}, {}),
         ({"csrf": token}, {"origin": "http://evil.example"}),
         ({"csrf": token}, {"origin": "null"}),
+        ({"csrf": token}, {"origin": "http://["}),
     ):
         page = b.client.post("/queue/pause", data={"queue": queue, **fields}, headers=headers)
         assert page.status_code == 403, (fields, headers)

@@ -141,14 +141,18 @@ class Sessions:
     def find(self, token: str | None, live: bool) -> Session | None:
         """Return the session of a token, or None; end those that are over.
 
-        A `live` request is one that nobody made: a page that is left open does not keep its session.
+        A `live` request is one that nobody made: a page that is left open does not keep its session. Work
+        keeps it, and the session has the whole time after its end, for what it did is to be read.
         """
         now = time.monotonic()
         with self._lock:
+            for held in self._held.values():
+                if held.works:
+                    held.used = now
             over = [
                 key
                 for key, held in self._held.items()
-                if (now - held.used > self._config.session_idle and not held.works)
+                if now - held.used > self._config.session_idle
                 or now - held.began > self._config.session_length
             ]
             ended = [self._held.pop(key) for key in over]
