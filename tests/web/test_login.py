@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -187,6 +191,40 @@ def test_a_server_that_has_no_connection_left_is_no_wrong_password(
             left = "select count(*) = 1 from pg_stat_activity where backend_type = 'client backend'"
             wait_until(lambda: conn.execute(left).fetchone() == (True,), "the others have ended")
             assert Browser(app).log_in(role).status_code == 200
+
+
+@pytest.mark.programs
+def test_a_server_that_goes_down_after_it_took_the_password_is_no_wrong_password(
+    server: TestServer, wait_until: Callable[..., None]
+) -> None:
+    with ExitStack() as stack:
+        own = stack.enter_context(started(programs_of(server, "pg_ctl"), settings={}))
+        conn = stack.enter_context(psycopg.connect(own.dsn, autocommit=True))
+        conn.execute(servers.SQL_FILE.read_bytes())
+        conn.execute("create role looks login password 'x' in role pgque_reader")
+        app = pgque.web.app(over_tcp(own, own.dsn))
+        stack.callback(app.close)  # type: ignore[attr-defined]
+        role = Role("looks", make_conninfo("", user="looks", password="x"))
+        conn.execute("alter system set post_auth_delay = '9s'")
+        conn.execute("select pg_reload_conf()")
+        row = conn.execute("show data_directory").fetchone()
+        assert row is not None
+        parent = (Path(row[0]) / "postmaster.pid").read_text().split()[0]
+
+        def beginning() -> list[int]:
+            listed = subprocess.run(
+                ["ps", "-o", "pid=,args=", "--ppid", parent], capture_output=True, text=True, check=True
+            ).stdout.splitlines()
+            return [int(line.split()[0]) for line in listed if ": looks " in line]
+
+        time.sleep(1)  # only a new session has the setting, and that one would take as long
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(Browser(app).log_in, role)
+            wait_until(lambda: beginning() != [], "the password was taken")
+            time.sleep(0.5)
+            os.kill(beginning()[0], signal.SIGKILL)
+            page = answer.result()
+        assert (page.status_code, "cannot be reached" in text(page)) == (503, True), text(page)
 
 
 def test_a_server_that_asks_for_no_password_lets_nobody_in(

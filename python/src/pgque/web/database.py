@@ -73,6 +73,7 @@ _REFUSED = re.compile(
 _UNREACHABLE = re.compile(
     r"too many (clients|connections)|connection slots|no more connections|starting up|shutting down|recovery"
     r"|server login|cannot connect|not currently accepting|database .* does not exist"
+    r"|closed the connection|terminating connection|could not (receive|send)|SYSCALL|timeout"
 )
 
 
