@@ -136,6 +136,25 @@ def test_twelve_correct_logins_at_once_succeed_and_twenty_wrong_ones_try_five_pa
     assert tried[0] == 5
 
 
+def test_logins_to_a_database_that_does_not_answer_keep_nobody_out_of_another_one(
+    tcp_dsn: str, reader: Role
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(50)
+        other = make_conninfo(tcp_dsn, port=silent.getsockname()[1], connect_timeout=8)
+        app = pgque.web.app([tcp_dsn, other])
+        strangers = [Role(f"nobody{n}", make_conninfo("", password="x")) for n in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            answers = [pool.submit(Browser(app).log_in, role, database="1") for role in strangers]
+            time.sleep(1)
+            began = time.monotonic()
+            assert Browser(app).log_in(reader).status_code == 200
+            assert time.monotonic() - began < 5
+            assert [answer.result().status_code for answer in answers] == [503] * 8
+        app.close()  # type: ignore[attr-defined]
+
+
 def test_a_database_that_cannot_be_reached_is_no_wrong_password(
     server: TestServer, reader: Role, roles: Roles, tcp_dsn: str, conn: Connection
 ) -> None:
