@@ -81,7 +81,7 @@ def served(dsn: str, *options: str) -> Iterator[str]:
     assert process.stdout is not None
     try:
         address = process.stdout.readline().strip()
-        assert address.startswith("http://127.0.0.1:"), process.communicate(timeout=10)
+        assert re.match("https?://127.0.0.1:", address), process.communicate(timeout=10)
         yield address.removesuffix("/")
     finally:
         process.send_signal(signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -137,6 +138,38 @@ def test_a_connection_that_was_good_once_is_lost_as_well_when_its_client_stops(t
         busy.settimeout(3)
         assert busy.recv(100) == b""
         del crowd
+
+
+def test_with_tls_a_client_that_stops_loses_its_connection_as_soon(tcp_dsn: str, tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -out cert.pem -keyout key.pem".split(),
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    with (
+        served(tcp_dsn, "--tls-cert", str(cert), "--tls-key", str(key)) as address,
+        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=30) as silent,
+        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=30) as greeted,
+    ):
+        stopped = ssl.create_default_context(cafile=str(cert)).wrap_bio(
+            incoming := ssl.MemoryBIO(), outgoing := ssl.MemoryBIO(), server_hostname="localhost"
+        )
+        while True:
+            try:
+                stopped.do_handshake()
+            except ssl.SSLWantReadError:
+                greeted.sendall(outgoing.read())
+                incoming.write(greeted.recv(100_000))
+            else:
+                greeted.sendall(outgoing.read())
+                break
+        began = time.monotonic()
+        assert silent.recv(100) == b""
+        while greeted.recv(100_000):  # tickets, and that the server closes; the client does not agree
+            pass
+        assert time.monotonic() - began < 12
 
 
 def test_a_client_that_does_not_read_its_answer_loses_its_connection(

@@ -416,6 +416,10 @@ def test_a_search_is_bounded_and_says_how_far_it_looked(
         )  # fmt: skip
         tick(queue)
     b = browser(admin)
+    # Digits that are no id: Python refuses to read so many.
+    for digits in ("0" * 5000, "0" * 20 + "9" * 30, "9" * 19):
+        assert "No message was found." in text(b.get("/search", q=digits))
+        assert "is no whole number" in text(b.get("/message", 400, queue=queues[0], id=digits))
     monkeypatch.setattr("pgque.web.find.WINDOW", 100)
     page = text(b.get("/search", q="old needle", of=queues[0]))
     assert "No message was found." in page

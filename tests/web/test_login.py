@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -132,6 +136,25 @@ def test_twelve_correct_logins_at_once_succeed_and_twenty_wrong_ones_try_five_pa
     assert tried[0] == 5
 
 
+def test_logins_to_a_database_that_does_not_answer_keep_nobody_out_of_another_one(
+    tcp_dsn: str, reader: Role
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(50)
+        other = make_conninfo(tcp_dsn, port=silent.getsockname()[1], connect_timeout=8)
+        app = pgque.web.app([tcp_dsn, other])
+        strangers = [Role(f"nobody{n}", make_conninfo("", password="x")) for n in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            answers = [pool.submit(Browser(app).log_in, role, database="1") for role in strangers]
+            time.sleep(1)
+            began = time.monotonic()
+            assert Browser(app).log_in(reader).status_code == 200
+            assert time.monotonic() - began < 5
+            assert [answer.result().status_code for answer in answers] == [503] * 8
+        app.close()  # type: ignore[attr-defined]
+
+
 def test_a_database_that_cannot_be_reached_is_no_wrong_password(
     server: TestServer, reader: Role, roles: Roles, tcp_dsn: str, conn: Connection
 ) -> None:
@@ -149,6 +172,10 @@ def test_a_database_that_cannot_be_reached_is_no_wrong_password(
         assert b.log_in(reader).status_code == 503
     conn.execute(sql.SQL("alter role {} connection limit -1").format(sql.Identifier(reader.name)))
     assert b.log_in(reader).status_code == 200
+    # The server repeats the name, whose words are none of its own.
+    named = Role("permission denied for database", make_conninfo("", password="x"))
+    codes = [Browser(app).log_in(named).status_code for _ in range(6)]
+    assert codes == [401] * 5 + [429]
     # A role that may not log in is refused as one that does not exist.
     locked = roles("reader")
     conn.execute(sql.SQL("alter role {} nologin").format(sql.Identifier(locked.name)))
@@ -183,6 +210,40 @@ def test_a_server_that_has_no_connection_left_is_no_wrong_password(
             left = "select count(*) = 1 from pg_stat_activity where backend_type = 'client backend'"
             wait_until(lambda: conn.execute(left).fetchone() == (True,), "the others have ended")
             assert Browser(app).log_in(role).status_code == 200
+
+
+@pytest.mark.programs
+def test_a_server_that_goes_down_after_it_took_the_password_is_no_wrong_password(
+    server: TestServer, wait_until: Callable[..., None]
+) -> None:
+    with ExitStack() as stack:
+        own = stack.enter_context(started(programs_of(server, "pg_ctl"), settings={}))
+        conn = stack.enter_context(psycopg.connect(own.dsn, autocommit=True))
+        conn.execute(servers.SQL_FILE.read_bytes())
+        conn.execute("create role looks login password 'x' in role pgque_reader")
+        app = pgque.web.app(over_tcp(own, own.dsn))
+        stack.callback(app.close)  # type: ignore[attr-defined]
+        role = Role("looks", make_conninfo("", user="looks", password="x"))
+        conn.execute("alter system set post_auth_delay = '9s'")
+        conn.execute("select pg_reload_conf()")
+        row = conn.execute("show data_directory").fetchone()
+        assert row is not None
+        parent = (Path(row[0]) / "postmaster.pid").read_text().split()[0]
+
+        def beginning() -> list[int]:
+            listed = subprocess.run(
+                ["ps", "-o", "pid=,args=", "--ppid", parent], capture_output=True, text=True, check=True
+            ).stdout.splitlines()
+            return [int(line.split()[0]) for line in listed if ": looks " in line]
+
+        time.sleep(1)  # only a new session has the setting, and that one would take as long
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(Browser(app).log_in, role)
+            wait_until(lambda: beginning() != [], "the password was taken")
+            time.sleep(0.5)
+            os.kill(beginning()[0], signal.SIGKILL)
+            page = answer.result()
+        assert (page.status_code, "cannot be reached" in text(page)) == (503, True), text(page)
 
 
 def test_a_server_that_asks_for_no_password_lets_nobody_in(
@@ -373,6 +434,18 @@ def test_a_session_with_fewer_connections_comes_first(tcp_dsn: str, reader: Role
     second.close()
 
 
+def test_work_on_dead_letters_leaves_a_connection_to_the_pages_of_its_role_however_few_there_are(
+    browser: NewBrowser, reader: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "POOL_WAIT", 0.5)
+    b = browser(reader, max_connections=2)
+    session = next(iter(b.client.app.sessions._held.values()))  # type: ignore[attr-defined]
+    with session.connections.take(False, lasting=True):
+        b.get("/recurring")
+        with pytest.raises(PgqueConnectionError), session.connections.take(False, lasting=True):
+            pass
+
+
 def test_by_default_the_page_has_an_eighth_of_the_servers_connections(
     browser: NewBrowser, reader: Role, conn: Connection
 ) -> None:
@@ -397,6 +470,22 @@ def test_a_page_that_is_left_open_does_not_keep_its_session(browser: NewBrowser,
     for _ in range(2):
         session.used -= 29 * 60
         assert "Log out" in b.get("/").text
+
+
+def test_a_session_outlasts_its_work_by_the_idle_time(browser: NewBrowser, reader: Role) -> None:
+    b = browser(reader)
+    session = next(iter(b.client.app.sessions._held.values()))  # type: ignore[attr-defined]
+    job, release = Job("work", "/", [1]), threading.Event()
+    session.jobs[job.key] = job
+    job.start(lambda: nullcontext((lambda _: release.wait(60), lambda *_: [])))
+    session.used -= 3600  # nobody has made a request since then, but the page of the work is open
+    live = {"pgque-live": "1"}
+    assert b.client.get("/job", params={"key": job.key}, headers=live).url.path == "/job"
+    release.set()
+    job.join(10)
+    assert "1 of 1 done." in text(b.client.get("/job", params={"key": job.key}, headers=live))
+    session.used -= 31 * 60
+    assert b.client.get("/", headers=live).url.path == "/login"
 
 
 def test_log_out_and_time_end_a_session_and_its_connections(
@@ -478,6 +567,7 @@ def test_forged_cookies_and_forms_of_other_sites_are_refused(
         ({"csrf": "ü"}, {}),
         ({"csrf": token}, {"origin": "http://evil.example"}),
         ({"csrf": token}, {"origin": "null"}),
+        ({"csrf": token}, {"origin": "http://["}),
     ):
         page = b.client.post("/queue/pause", data={"queue": queue, **fields}, headers=headers)
         assert page.status_code == 403, (fields, headers)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -33,8 +35,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--max-connections",
     type=click.IntRange(min=2),
     metavar="N",
-    help="Most connections of all sessions to each database; one role has at most half of them [default: an"
-    " eighth of the server's max_connections].",
+    help="Most connections of all sessions to each database; one role has at most half of them, or 2"
+    " [default: an eighth of the server's max_connections].",
 )
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
 @click.option("--hide-payloads", is_flag=True, help="Show neither payloads nor headers.")
@@ -86,7 +88,7 @@ def web(
     )
     import uvicorn
 
-    from ..web.protocol import Protocol
+    from ..web.protocol import REQUEST, Protocol
 
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stderr)
 
@@ -94,6 +96,11 @@ def web(
         """Tell the address once it can be opened."""
 
         async def startup(self, *args: object, **options: object) -> None:
+            if tls_cert:  # asyncio waits a minute for a client that does not begin TLS, and counts it nowhere
+                loop = asyncio.get_running_loop()
+                loop.create_server = partial(  # type: ignore[method-assign]
+                    loop.create_server, ssl_handshake_timeout=REQUEST
+                )
             await super().startup(*args, **options)  # type: ignore[arg-type]
             if self.started:
                 number = self.servers[0].sockets[0].getsockname()[1]

@@ -32,7 +32,7 @@ def app(
     mounted in another one. `read_only` refuses every change. `hide_payloads` shows neither payloads nor
     headers. `metrics_token` is the bearer token that /metrics asks for; without one only this machine itself
     gets an answer. `max_connections` is the most that all sessions together have to each database, by default
-    an eighth of the server's; half of them may be of one role.
+    an eighth of the server's; half of them, at least 2, may be of one role.
     Raises PgqueBadArgumentError for a connection string that names no database, PgqueError without
     `pgque[web]`.
     """

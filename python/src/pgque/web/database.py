@@ -73,6 +73,7 @@ _REFUSED = re.compile(
 _UNREACHABLE = re.compile(
     r"too many (clients|connections)|connection slots|no more connections|starting up|shutting down|recovery"
     r"|server login|cannot connect|not currently accepting|database .* does not exist"
+    r"|closed the connection|terminating connection|could not (receive|send)|SYSCALL|timeout"
 )
 
 
@@ -145,7 +146,8 @@ class _Held:
 
 
 class Lender:
-    """Lend the connections of the page to one database: at most `most` in all, and half of them to one role.
+    """Lend the connections of the page to one database: at most `most` in all, and half of them, or 2, to one
+    role.
 
     A request that has to wait comes before those whose role or session has more. Idle connections are closed
     to make room.
@@ -241,7 +243,7 @@ class Lender:
 
     @property
     def _most_of_role(self) -> int:
-        return max(self._most // 2, 1)
+        return max(self._most // 2, 2)  # work on dead letters leaves one to pages
 
     def _full(self, waiting: _Waiting) -> str | None:
         """Return why a request has to wait, or None."""
@@ -388,9 +390,12 @@ def _refused(error: psycopg.Error) -> LoginRefusedError:
     """Return why a connection could not be had."""
     text = str(error)
     asked = bool(error.pgconn and error.pgconn.used_password)
+    # The text has the name that was typed, so it is looked at for a refused password first.
+    if _REFUSED.search(text):
+        return WrongPasswordError("Login failed. Check user and password.")
     if "permission denied for database" in text:
         return LoginRefusedError("This role may not connect to this database.")
-    if _REFUSED.search(text) or (asked and not _UNREACHABLE.search(text)):
+    if asked and not _UNREACHABLE.search(text):
         return WrongPasswordError("Login failed. Check user and password.")
     return UnreachableError("The database cannot be reached, or it takes no more connections.")
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from . import database, shared
+from .config import Database
 from .page import Form, address, rendered
 from .sessions import Session
 
@@ -50,8 +51,10 @@ async def log_in(site: shared.Shared, request: Request, form: Form, before: Sess
     """
     user = form.get("user")[:MOST_USER]
     client = request.client.host if request.client else ""
+    wanted = form.number("database", 0)
+    chosen = site.config.databases[wanted if 0 <= wanted < len(site.config.databases) else 0]
     until = time.monotonic() + LOGIN_WAIT
-    while (wait := site.attempts.wait(client, user)) == 0 and not site.attempts.begin(client, user):
+    while (wait := site.attempts.wait(client, user)) == 0 and not site.attempts.begin(client, user, chosen):
         if time.monotonic() > until:
             busy = "Too many logins run at once. Try again in a few seconds."
             return show(site, request, form.get("next"), error=busy, status=503)
@@ -59,18 +62,20 @@ async def log_in(site: shared.Shared, request: Request, form: Form, before: Sess
     if wait > 0:
         error = f"Too many failed logins. Try again in {math.ceil(wait / 60)} min."
         return show(site, request, form.get("next"), error=error, status=429)
-    return await run_in_threadpool(_log_in, site, request, form, before, client, user)
+    return await run_in_threadpool(_log_in, site, request, form, before, client, user, chosen)
 
 
 def _log_in(
-    site: shared.Shared, request: Request, form: Form, before: Session | None, client: str, user: str
+    site: shared.Shared,
+    request: Request,
+    form: Form,
+    before: Session | None,
+    client: str,
+    user: str,
+    chosen: Database,
 ) -> Response:
     following = form.get("next")
     try:
-        wanted = form.number("database", 0)
-        if not 0 <= wanted < len(site.config.databases):
-            wanted = 0
-        chosen = site.config.databases[wanted]
         connections = database.log_in(
             site.lenders[chosen], chosen, user, form.get("password"), site.config.statement_timeout
         )
@@ -81,7 +86,7 @@ def _log_in(
         status = 503 if isinstance(refused, database.UnreachableError) else 401
         return show(site, request, following, error=str(refused), status=status)
     finally:
-        site.attempts.end(client, user)
+        site.attempts.end(client, user, chosen)
     if before is not None:
         site.sessions.end(before)
     try:

@@ -73,8 +73,11 @@ class Protocol(H11Protocol):
             self._request = self.loop.call_later(REQUEST, self._give_up)
 
     def _give_up(self) -> None:
-        self.transport.close()
-        self._watch()
+        if self.transport.get_write_buffer_size() > 0:
+            self.transport.close()
+            self._watch()
+        else:
+            self.transport.abort()  # with TLS, close() would wait 30 s for the client to agree
 
     def _watch(self, again: bool = False) -> None:
         """Start the time for the answer that is still to be read, if none runs."""

@@ -19,7 +19,7 @@ ATTEMPTS = 5  # failed logins of one address as one role, and then
 ATTEMPTS_OF_ADDRESS = 30  # of one address as any role, and
 ATTEMPTS_AS_ROLE = 100  # of all addresses as one role, within
 ATTEMPTS_WITHIN = 300.0  # seconds
-LOGINS = 8  # that run at once: more would take connections and threads from those who are logged in
+LOGINS = 8  # to one database at once: more would take connections and threads from who is logged in
 MOST_FLASHES = 20
 MOST_FORMS = 1000  # that a session remembers
 
@@ -141,14 +141,18 @@ class Sessions:
     def find(self, token: str | None, live: bool) -> Session | None:
         """Return the session of a token, or None; end those that are over.
 
-        A `live` request is one that nobody made: a page that is left open does not keep its session.
+        A `live` request is one that nobody made: a page that is left open does not keep its session. Work
+        keeps it, and the session has the whole time after its end, for what it did is to be read.
         """
         now = time.monotonic()
         with self._lock:
+            for held in self._held.values():
+                if held.works:
+                    held.used = now
             over = [
                 key
                 for key, held in self._held.items()
-                if (now - held.used > self._config.session_idle and not held.works)
+                if now - held.used > self._config.session_idle
                 or now - held.began > self._config.session_length
             ]
             ended = [self._held.pop(key) for key in over]
@@ -190,7 +194,7 @@ class Attempts:
         self._lock = threading.Lock()
         self._failed: dict[Key, list[float]] = {}
         self._running: Counter[Key] = Counter()
-        self._logins = 0
+        self._logins: Counter[Database] = Counter()
 
     def wait(self, address: str, user: str) -> float:
         """Return for how many seconds this address may not try this role, because of failed logins."""
@@ -206,21 +210,21 @@ class Attempts:
                 for key, most in _keys(address, user)
             )
 
-    def begin(self, address: str, user: str) -> bool:
+    def begin(self, address: str, user: str, database: Database) -> bool:
         """Return whether a login may run now. One that may not waits until others have ended."""
         with self._lock:
-            if self._logins >= LOGINS or any(
+            if self._logins[database] >= LOGINS or any(
                 self._count(key) + self._running[key] >= most for key, most in _keys(address, user)
             ):
                 return False
-            self._logins += 1
+            self._logins[database] += 1
             self._running.update(key for key, _ in _keys(address, user))
             return True
 
-    def end(self, address: str, user: str) -> None:
+    def end(self, address: str, user: str, database: Database) -> None:
         """Count a login no more that has run."""
         with self._lock:
-            self._logins -= 1
+            self._logins[database] -= 1
             self._running.subtract(key for key, _ in _keys(address, user))
             self._running = +self._running
 
