@@ -7098,11 +7098,16 @@ begin
   from pgque.subscriber s
   where s.sub_id = v_sub
   -- The message may be there already, if its consumer was moved back and failed it
-  -- again.
+  -- again.  A worker that holds it keeps it, unless it was edited: then the worker has
+  -- another one.
   on conflict on constraint retry_queue_pkey do update
-  set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
-    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null,
-    ev_receives = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then 1 else 0 end;
+  set (ev_retry_after, ev_batch, ev_receives) = (
+      select case when h.stays then r.ev_retry_after else excluded.ev_retry_after end, case when h.stays then r.ev_batch end, h.stays::int
+      from (
+        select r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after
+          and (r.ev_type, r.ev_data, r.ev_headers, r.ev_bytes) is not distinct from (excluded.ev_type, excluded.ev_data, excluded.ev_headers, excluded.ev_bytes) as stays
+      ) h),
+    ev_retry = null, ev_type = excluded.ev_type, ev_data = excluded.ev_data, ev_headers = excluded.ev_headers, ev_bytes = excluded.ev_bytes;
   return p_dead.ev_id;
 end
 $$;
@@ -14894,7 +14899,7 @@ begin
       union all
       select $4, 'ticked', null, null, $5, null where $5 is not null
       union all
-      select l.pos_time, 'delivered', m.consumer_name, m.worker, m.batch_id, 'delivery ' || m.receive_count
+      select l.pos_time, 'delivered', m.consumer_name, m.worker, m.batch_id, 'delivery ' || nullif(m.receive_count, 0)
       from m
       join pgque.consumer c on c.co_name = m.consumer_name
       join pgque.subscriber s on s.sub_queue = $6 and s.sub_consumer = c.co_id and s.sub_main is null
@@ -14902,17 +14907,17 @@ begin
       where m.status = 'processing' and l.pos_time is not null
       union all
       select m.available_at, case m.status when 'processing' then 'lease expires' else 'due' end, m.consumer_name, m.worker, null,
-        concat_ws(', ', case when m.retry_count > 0 then 'rejected ' || m.retry_count || ' times' end, m.last_error)
+        concat_ws(', ', case when m.retry_count > 0 then 'rejected ' || m.retry_count || case m.retry_count when 1 then ' time' else ' times' end end, m.last_error)
       from m
-      where m.status in ('processing', 'retry', 'delayed')
+      where m.status in ('retry', 'delayed') or m.status = 'processing' and m.worker is not null   -- who reads alone has no lease
       union all
       select m.expires_at, 'expires', m.consumer_name, null, null, null from m where m.status <> 'archived' and isfinite(m.expires_at)
       union all
-      select d.dl_time, m.status, m.consumer_name, null, d.dl_id, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || ' deliveries' end, d.dl_reason)
+      select d.dl_time, m.status, m.consumer_name, null, d.dl_id, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || case m.receive_count when 1 then ' delivery' else ' deliveries' end end, d.dl_reason)
       from m
       join pgque.dead_letter d on d.dl_id = m.dl_id
       union all
-      select a.archived_at, 'archived', c.co_name, a.arc_worker, a.archive_id, concat_ws(', ', a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || ' deliveries' end)
+      select a.archived_at, 'archived', c.co_name, a.arc_worker, a.archive_id, concat_ws(', ', a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || case a.arc_receives when 1 then ' delivery' else ' deliveries' end end)
       from pgque.archive a
       left join pgque.consumer c on c.co_id = a.arc_consumer
       where a.ev_id = $2 and %s
@@ -14921,7 +14926,7 @@ begin
       union all
       select a.act_time, a.act_call, a.act_args ->> 'consumer_name', null, null, 'by ' || a.act_role
       from (select a.* from pgque.action a order by a.act_time desc limit 1000) a
-      where a.act_queue = $7 and a.act_args ->> 'msg_id' = $2::text
+      where a.act_queue = $7 and a.act_args ->> 'msg_id' = $2::text and a.act_time >= ($1).queue_created_at   -- not of an earlier queue of this name
     )
     select f.at, f.event, f.consumer_name, f.worker, f.number, nullif(f.detail, '')
     from found f
@@ -15698,7 +15703,11 @@ begin
       'events', coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0),
       'pending', v_late.pending,
       'lag', extract(epoch from v_late.lag),
-      'retries', (select count(*) from pgque.retry_queue r where p_retries and r.ev_queue = p_queue.queue_id),
+      -- Neither delayed messages nor those that a worker has again
+      'retries', (
+        select count(*)
+        from pgque.retry_queue r
+        where p_retries and r.ev_queue = p_queue.queue_id and r.ev_owner <> 0 and r.ev_receives > 0 and (r.ev_batch is null or r.ev_retry_after <= pgque.clock())),
       'dead', v_dead.stay + v_dead.waiting,
       'in_flight', (select coalesce(sum(f.messages), 0) from pgque._in_flight(p_queue.queue_id, v_back.subs, v_back.positions) f),
       'consumers', v_back.consumers);
@@ -15990,7 +15999,7 @@ end
 $$;
 comment on function pgque.overview(text, pgque.caller) is
   'Returns what pgque web and pgque top show first, one row for each queue that the caller has a right to, or for one queue: paused, ev_per_sec (over the last minute), events (sent, '
-  'ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries, dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), ticker_paused, and '
+  'ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries (rejected messages, without delayed ones), dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), ticker_paused, and '
   'problems (the rows of health() that are not ok, as a JSON array). For a member of pgque_reader, a first row without a queue has those of the whole server. Figures are NULL if another '
   'session has a table of the queue locked. Errors: PQ001 no such queue.';
 -- ---------------------------------------------------------------------------
@@ -16274,6 +16283,12 @@ declare
   v_all   pgque.sample;
   v_gap   timestamptz;
 begin
+  -- If the clock was set back, samples of its future would stand between later ones, and
+  -- their counters would go up and down.  Without them, the counters go on.
+  if p_before > v_now then
+    delete from pgque.sample s where s.smp_time > v_now;
+    delete from pgque.sample_hour h where h.smp_time > v_now;
+  end if;
   select s.* into v_all from pgque.sample s where s.smp_queue = 0 and s.smp_sub = 0 order by s.smp_time desc limit 1;
   v_gap := case
     when v_all.smp_time is null then v_now
@@ -16339,8 +16354,8 @@ begin
   from total a
   where v_gap is not null or v_all.leaf <> v_leaf or a.sent + a.passed + a.redelivered + a.removed + a.letters > 0
     or v_dead <> v_all.smp_mark or a.lag > 0 or (a.lag, a.pending) is distinct from (v_all.smp_lag, v_all.smp_pending);
-  -- The hour of the run before is over.
-  if date_trunc('hour', p_before) <> date_trunc('hour', v_now) then
+  -- The hour of the run before is over, or nothing is known of its rest.
+  if v_gap is not null or date_trunc('hour', p_before) <> date_trunc('hour', v_now) then
     insert into pgque.sample_hour (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf, smp_sent, smp_passed, smp_redelivered, smp_removed, smp_dead)
     select o.smp_time, o.smp_queue, o.smp_sub, h.lag, h.pending, h.leaf, o.smp_sent, o.smp_passed, o.smp_redelivered, o.smp_removed, o.smp_dead
     from (
@@ -16357,9 +16372,12 @@ begin
     ) h
     join pgque.sample o on o.smp_queue = r.queue and o.smp_sub = r.sub and o.smp_time = h.last;
   end if;
+  -- So that also the hours count nothing of a gap, and all that follows it.
   if v_gap is not null then
-    insert into pgque.sample_hour (smp_time, smp_queue, smp_sub, leaf, smp_gap)
-    select v_now, 0, 0, l.last_value, v_gap from pgque.sample_hour_leaf l;
+    insert into pgque.sample_hour (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf, smp_sent, smp_passed, smp_redelivered, smp_removed, smp_dead, smp_gap)
+    select s.smp_time, s.smp_queue, s.smp_sub, s.smp_lag, s.smp_pending, l.last_value, s.smp_sent, s.smp_passed, s.smp_redelivered, s.smp_removed, s.smp_dead, s.smp_gap
+    from pgque.sample s, pgque.sample_hour_leaf l
+    where s.smp_time = v_now;
   end if;
 end
 $$;

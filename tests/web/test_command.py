@@ -143,7 +143,7 @@ def test_a_connection_that_was_good_once_is_lost_as_well_when_its_client_stops(t
 def test_with_tls_a_client_that_stops_loses_its_connection_as_soon(tcp_dsn: str, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -out cert.pem -keyout key.pem".split(),
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost", "-out", "cert.pem", "-keyout", "key.pem"],
         cwd=tmp_path,
         check=True,
         capture_output=True,
