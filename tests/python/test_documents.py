@@ -28,7 +28,7 @@ LINKED = [*PAGES, ROOT / "python" / "SPARK.md", ROOT / "CHANGELOG.md", *sorted((
 
 # Of all pages that people write. A page that grows is a decision: another becomes shorter.
 # 0.12: the page does what had to be typed as SQL, and web.md says how.
-WORDS = 30_200
+WORDS = 30_300
 
 # One more block that nobody runs is a decision: change the number together with the page.
 NOT_RUN = {

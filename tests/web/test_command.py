@@ -14,6 +14,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
+import trustme
 import uvicorn
 from click.testing import CliRunner
 from starlette.types import Receive, Scope, Send
@@ -142,18 +143,16 @@ def test_a_connection_that_was_good_once_is_lost_as_well_when_its_client_stops(t
 
 def test_with_tls_a_client_that_stops_loses_its_connection_as_soon(tcp_dsn: str, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost", "-out", "cert.pem", "-keyout", "key.pem"],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-    )
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    issued.cert_chain_pems[0].write_to_path(str(cert))
+    issued.private_key_pem.write_to_path(str(key))
     with (
         served(tcp_dsn, "--tls-cert", str(cert), "--tls-key", str(key)) as address,
         socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=30) as silent,
         socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=30) as greeted,
     ):
-        stopped = ssl.create_default_context(cafile=str(cert)).wrap_bio(
+        stopped = ssl.create_default_context(cadata=authority.cert_pem.bytes().decode()).wrap_bio(
             incoming := ssl.MemoryBIO(), outgoing := ssl.MemoryBIO(), server_hostname="localhost"
         )
         while True:
