@@ -68,7 +68,10 @@ def test_everything_is_read_and_nothing_else_is_offered(server: TestServer) -> N
             until(lambda: there.execute(reached, at).fetchone() == (True,), "the standby has caught up")
         app = pgque.web.app(over_tcp(standby, standby.dsn))
         stack.callback(app.close)  # type: ignore[attr-defined]
-        fields = {"queue": "q", "id": str(dead), "consumer": "solo", "to": "latest", "name": "nightly"}
+        fields = {
+            "queue": "q", "id": str(dead), "consumer": "solo", "to": "latest", "name": "nightly",
+            "action": "retry", "dl_id": "1", "role": "mends", "right": "consume",
+        }  # fmt: skip
         shown = {
             "mends": set(READS) - {"/job"},
             "reads": {
