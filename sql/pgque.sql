@@ -14915,7 +14915,7 @@ begin
       union all
       select d.dl_time, m.status, m.consumer_name, null, d.dl_id, concat_ws(', ', case when m.receive_count > 0 then m.receive_count || case m.receive_count when 1 then ' delivery' else ' deliveries' end end, d.dl_reason)
       from m
-      join pgque.dead_letter d on d.dl_id = m.dl_id
+      cross join lateral (select d.* from pgque.dead_letter d where d.dl_id = m.dl_id limit 1) d   -- the planner would read all for a join
       union all
       select a.archived_at, 'archived', c.co_name, a.arc_worker, a.archive_id, concat_ws(', ', a.arc_outcome, case when a.arc_receives > 0 then a.arc_receives || case a.arc_receives when 1 then ' delivery' else ' deliveries' end end)
       from pgque.archive a

@@ -164,6 +164,7 @@ GROWS = {
     ("dead", "dlq_inspect"): (Cost(2, 2), SORTS),
     ("dead", "dlq_inspect, type"): (Cost(1, 1), FILTER),
     ("dead", "dlq_reasons"): (Cost(1, 1), COUNT),
+    ("dead", "dlq_reasons, newest"): (Cost(1, 1), SORTS),
     ("retries", "metrics"): (Cost(1, 1), COUNT),
     ("retries", "list_messages"): (Cost(1, 1), SORTS),
     ("retries", "list_messages, newest"): (Cost(1, 1), SORTS),

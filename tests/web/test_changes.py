@@ -508,7 +508,7 @@ def test_no_form_changes_a_queue_that_was_created_again(
         refused = text(b.post(path, code, **{**fields, "typed": name, "set-max_retries": "3"}))
         assert f"queue {name} was created again or loaded from a dump" in refused, (path, refused)
     assert conn.execute(state, [name, name]).fetchone() == (2, "5")
-    assert "Message 1 was pending." in text(
+    assert "Message 1 is cancelled; it was pending." in text(
         confirmed(b, "/message/cancel", b.get("/message/cancel", queue=name, id=1))
     )
 
