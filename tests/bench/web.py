@@ -152,9 +152,12 @@ def addresses(conn: Connection) -> dict[str, str]:
     return {
         "queues": "/",
         "a queue": f"/queue?queue={BIG}",
+        "a queue, charts of 7 days": f"/queue?queue={BIG}&range=7d",
         "a small queue": "/queue?queue=small0001",
+        "find a text in all queues": f"/search?q=customer+999&of={BIG}",
+        "find an id in all queues": f"/search?q={ends[1]}",
         "messages": f"/messages?queue={BIG}",
-        "messages, next page": f"/messages?queue={BIG}&after={ends[0]}",
+        "messages, older ones": f"/messages?queue={BIG}&before={ends[1]}",
         "messages by state": f"/messages?queue={BIG}&status=retry",
         "messages by type": f"/messages?queue={BIG}&type=kind+3",
         "messages by text": f"/messages?queue={BIG}&text=customer+999",
