@@ -108,7 +108,7 @@ def main() -> None:
             browser = playwright.chromium.launch(
                 executable_path=shutil.which("chromium"), args=["--headless", "--no-sandbox", "--disable-gpu"]
             )
-            page = browser.new_page(viewport={"width": 1100, "height": 820}, reduced_motion="reduce")
+            page = browser.new_page(viewport={"width": 1240, "height": 820}, reduced_motion="reduce")
             page.goto(address)
             page.get_by_label("User").fill("ops_admin")
             page.get_by_label("Password").fill("x")
@@ -116,7 +116,7 @@ def main() -> None:
             page.get_by_role("link", name="orders", exact=True).first.wait_for()
             send(conn, 240)
             for name, (path, height) in PAGES.items():
-                page.set_viewport_size({"width": 1100, "height": height})
+                page.set_viewport_size({"width": 1240, "height": height})
                 page.goto(address + path)
                 file = FOLDER / f"web-{name}.png"
                 page.screenshot(path=file)
