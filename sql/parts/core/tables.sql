@@ -843,7 +843,7 @@ end
 $$;
 comment on table pgque.sample is 'Samples of queues and consumers, one a minute, for a day. Internal: see history() and consumer_lags().';
 create table if not exists pgque.sample_hour (like pgque.sample) partition by list (leaf);
-comment on table pgque.sample_hour is 'The same, one an hour: the last counters, and the greatest lag. Internal: see history() and consumer_lags().';
+comment on table pgque.sample_hour is 'Samples of queues and consumers, one an hour: the last counters and the greatest lag. Internal: see history() and consumer_lags().';
 
 -- Sequences as registers that leave no dead rows: the last runs of the cleanup jobs in
 -- seconds since 1970, and the last notification of consumers for due messages in

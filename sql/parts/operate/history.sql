@@ -205,7 +205,7 @@ begin
       cross join lateral (select 0 as sub union all select s.sub_id from pgque.subscriber s where s.sub_queue = q.queue_id and s.sub_main is null) p
       where q.queue_id = any (v_queues) and not v_every and (v_sub is null or p.sub in (0, v_sub))
     ), step as materialized (
-      -- What happened while no samples were taken counts nowhere.
+      -- Messages sent or delivered while no samples were taken count nowhere.
       select s.smp_time, s.smp_queue = 0 or s.smp_sub > 0 as lags, s.smp_lag, s.smp_pending, f.known,
         greatest(s.smp_sent - coalesce(lag(s.smp_sent) over w, case when r.born >= s.smp_time - interval '3 minutes' then 0 end), 0) as sent,
         greatest(s.smp_passed - lag(s.smp_passed) over w, 0) as passed,

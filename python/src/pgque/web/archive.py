@@ -36,15 +36,8 @@ def show(page: Page) -> Response:
     longer = bool(page.form.get("longer"))
     asked = {**page.filters(FILTERS), "queue": name, "before": page.form.number("before", END)}
     if export.wanted(page):
-        return export.answer(
-            page,
-            f"archive-{name}",
-            lambda most, last: page.search(
-                _LISTED,
-                {**asked, "most": most, "cut": export.CUT}
-                | ({} if last is None else {"before": last["archive_id"]}),
-            ),
-        )
+        following = export.searched(page, _LISTED, asked, "archive_id")
+        return export.answer(page, f"archive-{name}", following)
     rows = page.search(_LISTED, {**asked, "most": PER_PAGE, "cut": SHOWN})
     return page.shown(
         "archive.html",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from datetime import timedelta
 
 from ..errors import PgqueMessageNotFoundError, PgqueQueueNotFoundError
 from .change import PREVIEW, Change, Facts, Field, Place, RefusedFieldError, Statement, kept
-from .page import Page, Row
+from .page import Page, Row, in_utc
 
 MOST_COUNTED = 10_000  # retries, dead letters or recurring messages that a question counts
 
@@ -29,11 +28,6 @@ FIRST = (
     Field("retention_period", "Keep messages at most", "for example 7 days", words="retention"),
     Field("max_depth", "Most pending messages", "then send is refused", words="max_depth"),
 )
-
-
-def start_at(text: str) -> str:
-    """Return a place as tick_for() takes it; a time without a zone is in UTC."""
-    return f"{text}Z" if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?", text) else text
 
 
 def at_most(count: int) -> int | str:
@@ -125,7 +119,7 @@ def _limit(page: Page) -> int | None:
 
 def _subscribe(page: Page) -> Statement:
     form, limit = page.form, _limit(page)
-    asked = [form.need("queue"), form.need("consumer"), start_at(form.get("start_at"))]
+    asked = [form.need("queue"), form.need("consumer"), in_utc(form.get("start_at"))]
     if limit is not None:
         return "select pgque.subscribe(%s, %s, %s, key_concurrency => %s)", [*asked, limit]
     if form.get("kind") == "workers":
@@ -139,7 +133,7 @@ def _subscribe(page: Page) -> Statement:
 
 def _where_it_starts(page: Page) -> Facts:
     tick = page.value(
-        "select pgque.tick_for(%s, %s)", [page.form.need("queue"), start_at(page.form.get("start_at"))]
+        "select pgque.tick_for(%s, %s)", [page.form.need("queue"), in_utc(page.form.get("start_at"))]
     )
     return [("Starts after tick", tick)]
 

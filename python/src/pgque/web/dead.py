@@ -90,15 +90,8 @@ def show(page: Page) -> Response:
     asked = _parameters(page)
     name = page.form.need("queue")
     if export.wanted(page):
-        return export.answer(
-            page,
-            f"dead-letters-{name}",
-            lambda most, last: page.search(
-                _LISTED,
-                {**asked, "looked": most, "cut": export.CUT}
-                | ({} if last is None else {"before": last["dl_id"]}),
-            ),
-        )
+        following = export.searched(page, _LISTED, asked, "dl_id", "looked")
+        return export.answer(page, f"dead-letters-{name}", following)
     groups = _groups(page, name)
     longer, matching = bool(page.form.get("longer")), groups[0]["total"] if groups else 0
     letters = page.search(_LISTED, {**asked, "looked": PER_PAGE, "cut": SHOWN})

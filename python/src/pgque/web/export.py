@@ -6,13 +6,17 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
 from ..errors import PgqueBadArgumentError
 from .page import MOST_EXPORTED, Page, Row
+
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
 
 AT_ONCE = 500  # rows of one query
 MOST_BYTES = 32_000_000  # of a file
@@ -72,6 +76,19 @@ def listed(rows: Sequence[Row]) -> Next:
 
     def following(most: int, last: Row | None) -> list[Row]:
         return list(rows) if last is None else []
+
+    return following
+
+
+def searched(
+    page: Page, query: LiteralString, asked: Mapping[str, object], by: str, most: str = "most"
+) -> Next:
+    """Return rows of a search as `answer` asks for them: each query goes on `before` the column `by` of the
+    last row, and takes its number of rows as `most`."""
+
+    def following(count: int, last: Row | None) -> list[Row] | None:
+        place = {} if last is None else {"before": last[by]}
+        return page.search(query, {**asked, most: count, "cut": CUT, **place})
 
     return following
 

@@ -84,16 +84,8 @@ def show(page: Page) -> Response:
         beyond = not admin and page.value(
             "select count(*) > %s from pgque.peek(%s, %s) as p", [LOOKED, name, LOOKED + 1]
         )
-        return export.answer(
-            page,
-            f"messages-{name}",
-            lambda most, last: page.search(
-                query,
-                {**asked, "cut": export.CUT, "most": most}
-                | ({} if last is None else {"before": last["msg_id"]}),
-            ),
-            "looked" if beyond else "",
-        )
+        following = export.searched(page, query, asked, "msg_id")
+        return export.answer(page, f"messages-{name}", following, "looked" if beyond else "")
     longer = bool(form.get("longer"))
     rows = page.search(query, asked)
     return page.shown(
@@ -221,7 +213,7 @@ def edit(page: Page) -> Response:
     """Requeue a dead letter as edited; after an error show the form again, with what was typed."""
     letter = _editable(page)
     form, name = page.form, page.form.need("queue")
-    # What was not edited stays as it is, byte by byte.
+    # A field that was not edited stays as it is, byte by byte.
     payload = kept(form.get("payload"), letter["ev_data"] or "")
     same = payload == (letter["ev_data"] or "")
     headers = kept(form.get("headers"), letter["ev_headers"] or "")
@@ -352,7 +344,7 @@ def _history(page: Page, name: str, number: int) -> list[Row]:
 
 
 def _letter(page: Page, name: str, dl_id: int) -> Row:
-    """Return one dead letter; without a time if it is none any more."""
+    """Return one dead letter; without a time if it no longer is one."""
     found = page.one(
         "select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_type, d.consumer_name,"
         " d.ev_headers::text as ev_headers,"

@@ -99,6 +99,11 @@ class Form:
         return [_number(name, value) for key, value in self.fields if key == name]
 
 
+def in_utc(text: str) -> str:
+    """Return a text with the zone UTC if it is a time from the field of a browser, which has no zone."""
+    return f"{text}Z" if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?", text) else text
+
+
 def _number(name: str, text: str) -> int:
     digits = text.strip()
     known = len(digits) < 25 and digits.isascii() and digits.removeprefix("-").isdigit()
@@ -138,9 +143,7 @@ class Page:
         found: dict[str, object] = {}
         for name in names:
             value = self.text_filter() if name == "text" else self.form.get(name)
-            if name in ("since", "until") and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?", value):
-                value += "Z"  # the field of a browser has no zone
-            found[name] = value or None
+            found[name] = (in_utc(value) if name in ("since", "until") else value) or None
         return found
 
     @property

@@ -12,8 +12,8 @@ from ..errors import PgqueBadArgumentError, PgqueBatchNotFoundError
 from ..ops.overview import MOST_READERS, READERS_QUERY, WORKERS_QUERY
 from . import chart, overview, settings
 from .change import Statement
-from .changes import MOST_COUNTED, RIGHTS, key_limits, start_at
-from .page import Page, Row
+from .changes import MOST_COUNTED, RIGHTS, key_limits
+from .page import Page, Row, in_utc
 
 MOST_LEASED = 100_000  # messages among which those of a worker are looked for
 MOST_BATCHES = 500  # of a worker that one request releases
@@ -142,7 +142,7 @@ def ask_seek(page: Page) -> Response:
     if wanted:
         # The queue may be dropped and created again before the button is pressed.
         incarnation = page.value("select pgque.queue_incarnation(%s)", [name])
-        target = page.value("select pgque.tick_for(%s, %s, %s)", [name, start_at(wanted), incarnation])
+        target = page.value("select pgque.tick_for(%s, %s, %s)", [name, in_utc(wanted), incarnation])
         tick = int(target)
         between = _between(page, name, info["last_tick"], tick)
         word = "Skips" if tick >= info["last_tick"] else "Repeats"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
 from ..errors import PgqueBadArgumentError, PgqueError
-from .page import Page
+from .page import Page, in_utc
 
 if TYPE_CHECKING:
     from typing_extensions import LiteralString
@@ -64,9 +63,7 @@ def send(page: Page) -> Response:
     name, kind = form.need("queue"), form.get("kind", "text")
     asked: dict[str, object] = {field: form.get(field) or None for field in FIELDS}
     asked |= {"queue": name, "type": form.get("type", "default"), "payload": form.get("payload")}
-    at = form.get("deliver_at")
-    if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?", at):
-        asked["deliver_at"] = f"{at}Z"  # the field of a browser has no zone
+    asked["deliver_at"] = in_utc(form.get("deliver_at")) or None
     try:
         if kind == "json":
             query = "select pgque.send(%(queue)s, %(type)s, %(payload)s::jsonb,"

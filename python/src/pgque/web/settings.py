@@ -14,7 +14,7 @@ from .change import Statement, detail_of, reported
 from .page import Page, Row
 
 _UNIT = re.compile(r"\s*\bUnit: ([^.]+)\.$")
-# Of a setting that takes one of some words.
+# The values of settings that take one of some words.
 CHOICES = {"drop_policy": ["dead_letter", "hold", "drop"]}
 TRIES = 5  # of a change of a row that maintenance changes at the same time
 
