@@ -468,9 +468,7 @@ def test_an_open_page_goes_on_after_a_click_and_pauses_only_while_somebody_types
     # The first page has a form in its live part.
     page.goto(address)
     field = page.get_by_label("Name contains")
-    for _ in range(
-        40
-    ):  # a slow machine answers that the figures are taken; the clock that loads it again stands
+    for _ in range(80):  # viewers share figures, which may be from before there was a second queue
         if field.count():
             break
         page.wait_for_timeout(500)
