@@ -54,7 +54,7 @@ declare
   v_before   int[];
   v_local    bool;
   v_role     text;
-  v_version  text := '0.12.0';   -- what pgque.version() below returns
+  v_version  text := '1.0.0-rc1';   -- what pgque.version() below returns
 begin
   perform pg_catalog.set_config('client_min_messages', 'warning', true);
   -- Objects of other roles in schema public must not run here, also if the file runs
@@ -193,7 +193,7 @@ comment on domain pgque.caller is
   'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.12.0'::text $$;
+language sql immutable as $$ select '1.0.0-rc1'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- Drops a function of an earlier version.  If a view uses it, it only gets another name.

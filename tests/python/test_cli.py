@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import psycopg
 import pytest
 
 import pgque
+from pgque.codec.encode import check_not_newer
 from sql.test_install import install_earlier
 
 Tick = Callable[[str], int | None]
@@ -87,6 +89,15 @@ def test_install_does_not_take_a_newer_database_back(fresh_dsn: str) -> None:
             " language sql as $$ select '99.0.0'::text $$"
         )
     assert "newer" in run("install", "--dsn", fresh_dsn, code=1)
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"), [*pairwise(["0.9.3", "0.12.0", "1.0.0-rc1", "1.0.0-rc2", "1.0.0", "1.0.1-rc1"])]
+)
+def test_a_release_candidate_is_between_the_releases(older: str, newer: str) -> None:
+    check_not_newer(older, newer)
+    with pytest.raises(pgque.PgqueVersionError, match="newer"):
+        check_not_newer(newer, older)
 
 
 def test_a_message_goes_from_send_to_receive(

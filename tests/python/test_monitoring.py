@@ -381,7 +381,9 @@ def test_a_prometheus_that_scrapes_a_run_has_data_for_each_query_of_the_dashboar
                     if variable["type"] == "query"
                 }
                 # Both exporters must have been read: panels leave out the figures of an instance that is not chosen.
-                wait_until(lambda: len(prometheus.choices("label_values(pgque_up, instance)")) == 2, timeout=60)
+                wait_until(
+                    lambda: len(prometheus.choices("label_values(pgque_up, instance)")) == 2, timeout=60
+                )
                 wait_until(lambda: all(map(prometheus.choices, variables.values())), timeout=60)
                 chosen = {name: _any_of(prometheus.choices(query)) for name, query in variables.items()}
                 wanted = {

@@ -50,8 +50,8 @@ OLD = "0.4.3"  # an upgrade from before that goes through 0.8.0
 THROUGH = "0.8.0"
 # What an upgrade makes of schema and data is tried from every version at each landing. Everything else about upgrades
 # is tried from the oldest and the newest one, and from those between in make test-long.
-BETWEEN = ["0.7.1", THROUGH, "0.10.0"]
-NEWEST = "0.11.0"
+BETWEEN = ["0.7.1", THROUGH, "0.10.0", "0.11.0"]
+NEWEST = "0.12.0"
 EVERY_EARLIER = [FLOOR, *(pytest.param(version, marks=pytest.mark.slow) for version in BETWEEN), NEWEST]
 EARLIER = [FLOOR, *(pytest.param(version, marks=pytest.mark.long) for version in BETWEEN), NEWEST]
 

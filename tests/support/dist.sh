@@ -4,6 +4,7 @@
 set -euo pipefail
 bin=$(cd "$1" && pwd) out=$PWD/build/dist
 version=$(sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" sql/pgque.control)
+status=stable; [[ $version != *-rc* ]] || status=testing
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 rm -rf "$out"; mkdir -p "$out"
 
@@ -22,7 +23,7 @@ pgxn() {
   mkdir -p "$folder/doc"
   cp sql/Makefile sql/pgque.control sql/pgque.sql README.md CHANGELOG.md LICENSE "$folder"
   cp sql/REFERENCE.md "$folder/doc/pgque.md"
-  sed "s/@VERSION@/$version/" sql/META.json.in > "$folder/META.json"
+  sed "s/@VERSION@/$version/; s/@STATUS@/$status/" sql/META.json.in > "$folder/META.json"
   (cd "$work" && "$bin/python" -m zipfile -c "$out/pgque-$version.zip" "pgque-$version")
 }
 
@@ -36,7 +37,7 @@ debian() { # MAJOR: the package for PostgreSQL MAJOR, which is only files
   chmod -R u=rwX,go=rX "$root"
   cat > "$root/DEBIAN/control" <<END
 Package: $name
-Version: $version
+Version: ${version/-/~}
 Architecture: all
 Maintainer: The pgque authors
 Section: database

@@ -291,6 +291,7 @@ where n.nspname = 'pgque' and p.proname = 'version' and p.pronargs = 0
 UPGRADE_PACKAGE = "pip install --upgrade ./python"
 THROUGH = "0.8.0"  # upgrades databases that are older than what this version upgrades from
 FLOOR = [0, 7, 0]
+_RELEASED = 1000  # more than any release candidate
 
 
 def check_version(server: str | None, package: str) -> None:
@@ -327,4 +328,7 @@ def check_not_newer(server: str, package: str) -> None:
 
 
 def _numbers(version: str) -> list[int]:
-    return [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")]
+    """Return what versions are ordered by: 1.0.0-rc1 is before 1.0.0, and after 0.12.0."""
+    numbers, candidate, its_number = version.partition("-rc")
+    ordered = [int("".join(c for c in part if c.isdigit()) or 0) for part in numbers.split(".")]
+    return [*ordered, int(its_number)] if candidate else [*ordered, _RELEASED]
