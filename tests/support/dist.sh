@@ -4,7 +4,7 @@
 set -euo pipefail
 bin=$(cd "$1" && pwd) out=$PWD/build/dist
 version=$(sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" sql/pgque.control)
-status=stable; [[ $version != *-rc* ]] || status=testing
+debian_version=${version/-/"~"} status=stable; [[ $version != *-rc* ]] || status=testing
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 rm -rf "$out"; mkdir -p "$out"
 
@@ -37,7 +37,7 @@ debian() { # MAJOR: the package for PostgreSQL MAJOR, which is only files
   chmod -R u=rwX,go=rX "$root"
   cat > "$root/DEBIAN/control" <<END
 Package: $name
-Version: ${version/-/~}
+Version: $debian_version
 Architecture: all
 Maintainer: The pgque authors
 Section: database
