@@ -1,6 +1,7 @@
 """Draw the plots of the results that were saved: `python -m bench.plots FOLDER`, with the Python of .venv/peers.
 
-No background, and a grey that can be read on white and on black, since a README is shown on both.
+A plot is understood without the page around it: its title asks the question, its axes have units and name the
+better end. No background, and a grey that can be read on white and on black, since a README is shown on both.
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ STYLE = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
 }
+# What the loads of peers.json are called where no page explains them.
+LOADS = {
+    "single sends": "send one message a call",
+    "sends of 1,000": "send 1,000 messages a call",
+    "consume": "receive and acknowledge",
+    "worker pool of 1": "1 worker process",
+    "worker pool of 4": "4 worker processes",
+    "fan-out to 1 consumer": "1 consumer gets all messages",
+    "fan-out to": "each gets all messages:",
+}
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
 
 
@@ -55,10 +66,22 @@ def _systems(values: Mapping[str, float], key: str) -> dict[str, float]:
     return {name: values[f"{name}: {key}"] for name in TITLES if f"{name}: {key}" in values}
 
 
+def _load(name: str) -> str:
+    """Return the name of a load for somebody who has read nothing else."""
+    for begin, words in LOADS.items():
+        if name.startswith(begin):
+            return words + name.removeprefix(begin)
+    return name
+
+
 def _finish(figure: Any, file: Path, result: Result) -> None:
-    """Say what it was measured on, and write the file."""
+    """Write what it was measured on below the figure, and the figure into the file."""
     machine = result["machine"]
-    parts = [machine[key] for key in ("server", "cpu")] + [
+    parts = [
+        f"pgque {machine['pgque']}" if "pgque" in machine else "",
+        machine["server"],
+        "each commit flushed to disk",
+        machine["cpu"],
         f"{machine['cores']} cores",
         machine.get("date", ""),
     ]
@@ -91,9 +114,9 @@ def throughput(result: Result, file: Path) -> None:
         return {name: 1e6 / seconds for name, seconds in found.items() if seconds}
 
     panels: list[tuple[str, str, Callable[[Mapping[str, float]], dict[str, float]]]] = [
-        ("messages/s, nothing else", "clean", per_s),
-        ("messages/s, xmin held", "held xmin", per_s),
-        ("messages for a CPU second\nof the server, nothing else", "clean", per_cpu_s),
+        ("messages a second", "clean", per_s),
+        ("messages a second while a transaction\nof another session stays open", "held xmin", per_s),
+        ("messages for one second of\nthe server's CPU", "clean", per_cpu_s),
     ]
     figure, axes = plt.subplots(1, len(panels), sharey=True, figsize=(12, 1.5 + 0.75 * len(loads)))
     for axis, (title, state, of) in zip(axes, panels, strict=True):
@@ -110,25 +133,33 @@ def throughput(result: Result, file: Path) -> None:
     shown = [axis.get_xlim() for axis in axes[:2]]
     for axis in axes[:2]:
         axis.set_xlim(min(low for low, _ in shown), max(high for _, high in shown))
-    axes[0].set_yticks(range(len(loads)), loads)
+    axes[0].set_yticks(range(len(loads)), [_load(load) for load in loads])
+    figure.supylabel("longer bars are better; the scale is logarithmic", fontsize=9)
     _legend(figure, list(TITLES))
     _finish(figure, file, result)
+
+
+LATENCIES = (
+    ("p50", "half of the messages arrive within"),
+    ("p99", "99 of 100 messages arrive within"),
+    ("p999", "999 of 1,000 messages arrive within"),
+)
 
 
 def latency(result: Result, file: Path) -> None:
     """Lines: percentiles by the offered rate."""
     figure, axes = plt.subplots(1, 3, sharey=True, figsize=(12, 4.5))
     rates = [row["values"]["rate"] for row in result["rows"]]
-    for axis, (key, title) in zip(axes, (("p50", "p50"), ("p99", "p99"), ("p999", "p99.9")), strict=True):
+    for axis, (key, title) in zip(axes, LATENCIES, strict=True):
         for name in TITLES:
             axis.plot(
                 rates, [row["values"][f"{name}: {key}"] for row in result["rows"]], "o-", color=COLOURS[name]
             )
-        axis.set(xscale="log", yscale="log", title=title, xlabel="messages/s offered")
+        axis.set(xscale="log", yscale="log", title=title, xlabel="messages sent a second")
         axis.set_xticks(rates, [f"{rate:,}" for rate in rates])
         axis.minorticks_off()
         axis.yaxis.set_major_formatter(THOUSANDS)
-    axes[0].set_ylabel("ms from due to taken")
+    axes[0].set_ylabel("milliseconds from send to receive\n(lower is better, logarithmic)")
     _legend(figure, list(TITLES))
     _finish(figure, file, result)
 
@@ -144,14 +175,19 @@ def held_xmin(result: Result, file: Path) -> None:
         # The last second is not a whole one
         rate.plot([n + 0.5 for n in range(len(line) - 1)], line[:-1], color=colour, lw=1.8)
         dead.plot(series[f"{name}: second"], series[f"{name}: dead"], color=colour, lw=1.8)
-    rate.set(title="messages/s out of a backlog, xmin held", xlabel="seconds", yscale="symlog")
-    dead.set(title="dead tuples, xmin held", xlabel="seconds", yscale="symlog")
+    rate.set(title="messages a second out of a backlog\n(higher is better)", yscale="symlog")
+    dead.set(title="dead rows that vacuum cannot remove\n(lower is better)", yscale="symlog")
     released = next((line[0] for key, line in series.items() if key.endswith(": released")), None)
     for axis in (rate, dead):
+        axis.set(xlabel="seconds")
         axis.set_ylim(bottom=0)
         if released is not None:
-            axis.axvline(released, color=GREY, lw=1, ls="--")
-            axis.annotate(" let go", (released, axis.get_ylim()[1]), va="top", color=GREY)
+            axis.axvspan(0, released, color=GREY, alpha=0.12, lw=0)
+            for at, align, words in (
+                (released, "right", "a transaction of another session is open "),
+                (released, "left", " it has ended"),
+            ):
+                axis.annotate(words, (at, axis.get_ylim()[1]), va="bottom", ha=align, color=GREY, fontsize=9)
         axis.yaxis.set_major_formatter(THOUSANDS)
     _legend(figure, list(TITLES))
     _finish(figure, file, result)
@@ -162,12 +198,12 @@ def soak(result: Result, file: Path) -> None:
     lines = {key: line for row in result["rows"] for key, line in row["series"].items()}
     seconds = lines.pop("second")
     panels = (
-        ("deliveries/s", {"per_s": "deliveries"}),
-        ("latency, ms", {"p50_ms": "p50", "p99_ms": "p99"}),
-        ("schema, MB", {"mb": "size"}),
-        ("dead tuples", {"dead": "dead"}),
-        ("WAL bytes a message", {"wal_per_message": "WAL"}),
-        ("CPU µs a message", {"cpu_us_per_message": "CPU"}),
+        ("messages delivered a second", {"per_s": "deliveries"}),
+        ("ms from send to receive", {"p50_ms": "half of the messages", "p99_ms": "99 of 100"}),
+        ("MB of pgque's tables and indexes", {"mb": "size"}),
+        ("dead rows in pgque's tables", {"dead": "dead"}),
+        ("WAL bytes for a message", {"wal_per_message": "WAL"}),
+        ("server's CPU for a message, µs", {"cpu_us_per_message": "CPU"}),
     )
     figure, axes = plt.subplots(2, 3, sharex=True, figsize=(12, 5.5))
     for axis, (title, keys) in zip(axes.flat, panels, strict=True):

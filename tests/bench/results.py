@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench import elsewhere
 from bench.measure import Row
+from pgque import __version__
 
 FOLDER = Path(__file__).with_name("results")
 SHOWN = "tests/bench/results"
@@ -35,7 +36,7 @@ def fsync_ms(rounds: int = 100) -> float:
 
 
 def provenance() -> dict[str, str]:
-    """Tell the memory, the disk, the revision and the date."""
+    """Return the version of pgque, the memory, the disk, the revision and the date."""
     git = ["git", "-C", str(elsewhere.REPOSITORY)]
     try:
         revision = subprocess.run(
@@ -48,6 +49,7 @@ def provenance() -> dict[str, str]:
         revision = "unknown"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
+        "pgque": __version__,
         "memory": f"{memory:.0f} GB",
         "fsync": f"{fsync_ms():.2f} ms for a page",
         "revision": revision,
