@@ -44,7 +44,6 @@ NOT_RUN = {
     "python/docs/replicas.md": 2,
     "python/docs/ticker.md": 2,
     "python/docs/top.md": 1,
-    "python/docs/tutorial.md": 1,
     "python/docs/upgrade.md": 2,
     "python/docs/web.md": 1,
     "python/docs/workers.md": 3,
