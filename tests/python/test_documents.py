@@ -11,7 +11,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from conftest import install
 from pgque.errors import BY_SQLSTATE
-from support.documents import ROOT, BadPage, Block, Page, difference, read, run_example
+from support.documents import ROOT, BadPage, Page, difference, read, run_example
 from support.servers import TestServer
 
 DOCS = sorted((ROOT / "python" / "docs").glob("*.md"))
@@ -44,16 +44,10 @@ NOT_RUN = {
     "python/docs/replicas.md": 2,
     "python/docs/ticker.md": 2,
     "python/docs/top.md": 1,
-    "python/docs/tutorial.md": 1,
     "python/docs/upgrade.md": 2,
     "python/docs/web.md": 1,
     "python/docs/workers.md": 3,
 }
-
-
-def without_spark(block: Block) -> bool:
-    """Leave to tests/spark what needs it."""
-    return not (block.language == "python" and "spark" in block.code)
 
 
 def name(path: Path) -> str:
@@ -68,7 +62,7 @@ def test_the_blocks_of_a_document_run_and_print_what_it_shows(
         install(fresh_dsn)
     bindir = server.process.bindir if server.process is not None else None
     page = Page(path, fresh_dsn, tmp_path, bindir)
-    assert page.run(without_spark) == sum(block.runs and without_spark(block) for block in page.blocks)
+    assert page.run() == sum(block.runs for block in page.blocks)
 
 
 def test_the_blocks_that_are_not_run_are_counted() -> None:
@@ -194,6 +188,16 @@ def test_a_mark_belongs_to_the_next_block_only() -> None:
     assert [(block.runs, block.output) for block in blocks] == [(False, None), (True, "w\n")]
 
 
+def test_a_block_that_runs_last_may_be_stopped_too() -> None:
+    marks = ("run last", "run last; stopped after its output", "stopped after its output", "figures", "")
+    text = "".join(f"<!-- {mark} -->\n```sh\ntrue\n```\n" for mark in marks)
+    stopped = "stopped after its output"
+    found = [(block.last, block.mark) for block in read(text)]
+    assert found == [(True, ""), (True, stopped), (False, stopped), (False, ""), (False, "")]
+    with pytest.raises(BadPage, match="output of no block"):
+        read(text + "<!-- run last -->\n```text\n```\n")
+
+
 def test_output_is_compared_whole() -> None:
     assert difference(" a | b \n---\n 1 | …\n", "\n a | b\n---\n 1 | 4711  \n\n") is None
     assert difference("begin\n…\nend", "begin\nmuch\nmore\nend") is None
@@ -231,6 +235,7 @@ def test_a_block_that_does_not_do_what_the_page_shows_fails(
 def test_a_page_is_one_session_in_its_own_database(server: TestServer, own_dsn: str, tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(
+        "<!-- run last -->\n```python\nprint(n)\n```\n```text\n7\n```\n"
         "```sql\nselect 5 as n \\gset\n```\n```sql\nselect :n + 1 as n, current_database() = 'mydb' as own;\n```\n"
         "```text\n n | own\n---+-----\n 6 | t\n(1 row)\n```\n"
         "```python\nimport psycopg\nn = 7\n```\n"
@@ -243,5 +248,5 @@ def test_a_page_is_one_session_in_its_own_database(server: TestServer, own_dsn: 
     )
     bindir = server.process.bindir if server.process is not None else None
     page = Page(path, own_dsn, tmp_path, bindir)
-    assert page.run() == 6
+    assert page.run() == 7
     assert conninfo_to_dict(own_dsn)["dbname"] != "mydb"

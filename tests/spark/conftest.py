@@ -202,7 +202,6 @@ def spark_page(
                 '"user", "spark"': f'"user", "{role.name}"',
                 "user=spark": f"user={role.name}",
                 "/var/lib/spark": str(tmp_path),
-                "/tmp/large": str(tmp_path / "large"),  # noqa: S108
                 "//localhost/": f"//{at['host']}:{at['port']}/",
             },
             env={**variables, "PGPASSFILE": str(passwords)},

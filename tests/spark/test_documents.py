@@ -10,7 +10,6 @@ import pytest
 from conftest import install
 from support.documents import ROOT, Page, run_example
 
-README = ROOT / "README.md"
 SPARK = ROOT / "python" / "SPARK.md"
 EXAMPLES = sorted((ROOT / "tests" / "examples" / "spark").glob("*.py"))
 
@@ -18,14 +17,11 @@ EXAMPLES = sorted((ROOT / "tests" / "examples" / "spark").glob("*.py"))
 # Slow, and so on the newest PySpark only: the handler for Ctrl-C of 4.0 breaks the connection to its JVM.
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("path", [README, SPARK], ids=lambda path: path.name)
-def test_the_blocks_of_a_document_run_on_spark(
-    path: Path, tcp_dsn: str, spark_page: Callable[..., Page], spark_variables: dict[str, str]
+def test_the_blocks_of_the_page_on_spark_run(
+    tcp_dsn: str, spark_page: Callable[..., Page], spark_variables: dict[str, str]
 ) -> None:
-    if path != README:  # which installs
-        install(tcp_dsn)
-    page = spark_page(path, spark_variables)
-    assert page.run(lambda block: block.language != "python" or path == SPARK or "spark" in block.code) > 3
+    install(tcp_dsn)
+    assert spark_page(SPARK, spark_variables).run() > 3
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ generated() { # KIND FILE MODULE...: what make KIND would write
 }
 # Programs of users: the Python blocks of each of these pages, typed_program.py, and those that are compared
 pages=(README.md python/README.md python/docs/{tutorial,payloads,exactly-once,fan-out}.md)
-users() { # COMMAND...: check these programs; each page is one, without its block for Spark
+users() { # COMMAND...: check these programs; each page is one
   rm -rf "$tmp/users" && mkdir "$tmp/users" || return
   "$bin/python" - "$tmp/users" "${pages[@]}" <<'END' || return
 import pathlib, sys
@@ -45,7 +45,7 @@ folder = pathlib.Path(sys.argv[1])
 for page in sys.argv[2:]:
     blocks = [block.code for block in read(pathlib.Path(page).read_text()) if block.language == "python"]
     name = page.removesuffix(".md").replace("/", "_").replace("-", "_")
-    (folder / f"{name}.py").write_text("\n".join(code for code in blocks if "spark" not in code))
+    (folder / f"{name}.py").write_text("\n".join(blocks))
 END
   echo '{"typeCheckingMode": "strict"}' > "$tmp/users/pyrightconfig.json"
   cp "$here/typed_program.py" tests/examples/compared/{shop,with_pgque/*}.py "$tmp/users" && "$@" "$tmp/users"

@@ -10,6 +10,8 @@ How a page is written:
   <!-- not run: REASON -->        for what a test cannot do
   <!-- stopped after its output --> for what runs until Ctrl-C, which comes when the output is there
   <!-- stopped when: QUERY -->    the same, as soon as a query of the database answers true
+  <!-- run last -->               for what stands above the blocks that it needs; a mark of stopping may
+                                  follow: <!-- run last; stopped after its output -->
 - The database mydb is one of the test's own. While a block that is not SQL runs, somebody ticks.
 """
 
@@ -43,7 +45,10 @@ LANGUAGES = frozenset({"sql", "sh", "python"})
 PATIENCE = 120.0
 
 _FENCE = re.compile(r"^ *```(.*)$")
-_MARK = re.compile(r"^<!-- *(not run: .+?|stopped after its output|stopped when: .+?) *-->$")
+_MARK = re.compile(
+    r"^<!-- *(?:(?P<last>run last)(?:; |(?= *-->)))?"
+    r"(?P<mark>not run: .+?|stopped after its output|stopped when: .+?)? *-->$"
+)
 _VARIABLES = {
     "host": "PGHOST",
     "port": "PGPORT",
@@ -66,6 +71,7 @@ class Block:
     line: int
     mark: str = ""
     output: str | None = None
+    last: bool = False
 
     @property
     def runs(self) -> bool:
@@ -76,7 +82,7 @@ class Block:
 def read(text: str) -> list[Block]:
     """Return the blocks of a page. Raises BadPage for what the rules of this module do not allow."""
     blocks: list[Block] = []
-    mark = ""
+    mark, last = "", False
     lines = iter(enumerate(text.split("\n"), 1))
     blank = True
     for number, line in lines:
@@ -85,9 +91,9 @@ def read(text: str) -> list[Block]:
             if blank and line.startswith(("    ", "\t")):
                 raise BadPage(f"line {number}: an indented block; fence it and name its language")
             if line.startswith("<!--") and (found := _MARK.match(line.strip())):
-                mark = found[1]
+                mark, last = found["mark"] or "", bool(found["last"])
             elif line.strip():
-                mark = ""
+                mark, last = "", False
             blank = not line.strip()
             continue
         code = []
@@ -98,10 +104,10 @@ def read(text: str) -> list[Block]:
         else:
             raise BadPage(f"line {number}: this block has no end")
         language, blank = fence[1].strip(), True
-        block = Block(language, "\n".join(code) + "\n", number, mark)
-        mark = ""
+        block = Block(language, "\n".join(code) + "\n", number, mark, last=last)
+        mark, last = "", False
         if language == "text" and block.runs:
-            if not blocks or blocks[-1].output is not None or block.mark:
+            if not blocks or blocks[-1].output is not None or block.mark or block.last:
                 raise BadPage(f"line {number}: output of no block")
             blocks[-1] = Block(**{**vars(blocks[-1]), "output": block.code})
         elif block.runs and language not in LANGUAGES:
@@ -316,7 +322,7 @@ class Page:
         that fails or prints something else."""
         count = 0
         try:
-            for block in self.blocks:
+            for block in sorted(self.blocks, key=lambda block: block.last):
                 if not block.runs or not wanted(block):
                     continue
                 try:
