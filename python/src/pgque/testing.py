@@ -119,8 +119,8 @@ class TestQueue:
 
         A copy of the worker runs on this queue: with its settings, handlers and hooks, but in threads or
         tasks of this process. It also handles messages that handlers send to this queue. It does not handle
-        messages in state delayed or retry. Raises TimeoutError after so many seconds. In a running event loop
-        use `work_async`.
+        messages in state delayed or retry. Raises TimeoutError after `timeout` seconds. In a running event
+        loop use `work_async`.
         """
         if isinstance(worker, AsyncRuntime):
             return asyncio.run(self.work_async(worker, timeout=timeout))
@@ -369,7 +369,7 @@ def _message(
 
 @contextmanager
 def _stopped_after(worker: Runtime | AsyncRuntime, seconds: float) -> Iterator[None]:
-    """Stop a worker that is not idle after so many seconds, and raise TimeoutError; KeyboardInterrupt where a
+    """Stop a worker that is not idle after some seconds, and raise TimeoutError, or KeyboardInterrupt if a
     signal stopped it."""
     too_long = threading.Event()
 

@@ -36,7 +36,7 @@ Setting: TypeAlias = str | int | float | bool | timedelta | Mapping[str, object]
 
 
 class _Decoding:
-    """What a message has besides its columns: its decoder, and its value once that was read."""
+    """The decoder of a message, and its value once that was read; both are no columns."""
 
     __slots__ = ("_decoder", "_value")
 
@@ -147,7 +147,7 @@ class Message(_Decoding, Generic[T_co]):
             ) from error
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Let pickle and copy keep the value, or the decoder of a message whose value was not read."""
+        """Return the state for pickle and copy, with the value, or the decoder if the value was not read."""
         kept = next((name for name in ("_value", "_decoder") if hasattr(self, name)), None)
         state = (kept, getattr(self, kept)) if kept else None
         return _restored, (type(self), [getattr(self, field.name) for field in fields(self)], state)

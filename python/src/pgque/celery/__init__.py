@@ -14,8 +14,8 @@ A Celery queue is a queue of pgque with a consumer, whose workers share its mess
 events are read from the log of a queue `exchange.…`: each worker remembers how far it has read, and leaves
 nothing in the database when it dies.
 
-A worker that is told to stop hands back what it has not begun: at once from Celery 5.7 on, before that when
-it ends.
+A worker that stops releases the messages that it has not begun: at once from Celery 5.7 on, with earlier
+versions when it ends.
 
 `broker_transport_options`:
 

@@ -1,4 +1,4 @@
-"""The client: every method is one call of one SQL function. What not every program uses is in its groups.
+"""The client: every method is one call of one SQL function. Calls that few programs need are in its groups.
 
 `twins/client.py` is generated from `client/client.py` by `tools/make_sync.py`; edit that.
 """

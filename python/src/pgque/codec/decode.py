@@ -43,9 +43,9 @@ def _whole(digits: str) -> int | Decimal:
 
 
 class Unreadable(Mapping[str, object]):
-    """Stand for headers that are no Python value: who looks into them gets a ValueError.
+    """Stand for headers that are no Python value: reading them raises ValueError.
 
-    So a message that Python cannot read fails by itself, and not the batch that it came in.
+    So only the message that Python cannot read fails, and not the batch that it came in.
     """
 
     def __init__(self, reason: str) -> None:

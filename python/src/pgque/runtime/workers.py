@@ -154,7 +154,7 @@ class AsyncWorkQueue:
         self._listening: AsyncPgqueClient | None = None
         self._notified = False
         self._stopper = AsyncStopper()
-        # Of the connection: a loop that was left by `break` is closed by asyncio, in a task of its own.
+        # Guards the connection, because asyncio closes a loop that was left by `break` in another task.
         self._lock = AsyncLock()
         self._deliveries: set[_Delivery] = set()  # of the loops that stand at a message
         self._reports_alone = False  # after a lost connection, for the reason that Worker._begin has
