@@ -248,7 +248,8 @@ def call(
     - `type`: the message type; None is that of the handler.
     - `headers`, `key`: as of `send`.
     - `retry_count`: number of earlier failures; 0.
-    - `conn`: the connection that a handler gets with `transactional=True`. What was written stays as it is.
+    - `conn`: the connection that a handler gets with `transactional=True`. Its writes are neither committed
+      nor rolled back.
 
     Raises PgqueBadArgumentError if the worker does not have the handler, or the arguments do not fit it.
     """

@@ -416,10 +416,10 @@ class ArchivedMessage:
 class RecurringMessage:
     """Describe a message that the ticker sends at its times, as `client.recurring.list` returns it.
 
-    `status` is active, paused, failing (the last attempt failed with `last_error`; the ticker tries again) or
-    ended. `next_run` is None while it is paused or ended. `last_run` and `last_msg_id` are those of the last
-    message. `registered_at` is the time of the last `client.recurring.create`, which a Worker calls when it
-    starts.
+    `status` is active, paused, ended, or failing: then the last attempt failed with `last_error`, and the
+    ticker tries again. `next_run` is None while it is paused or ended. `last_run` and `last_msg_id` are those
+    of the last message. `registered_at` is the time of the last `client.recurring.create`, which a Worker
+    calls when it starts.
     """
 
     name: str

@@ -87,7 +87,7 @@ def reading(cursor: C) -> C:
     """Have a cursor read binary values, which are the same under every DateStyle and IntervalStyle, and JSON
     of any kind.
 
-    What reads text refuses times of a style that it cannot tell apart. Cursors that put parameters into the
+    A cursor that reads text refuses times of a style that is not clear. Cursors that put parameters into the
     statement themselves can only read text.
     """
     if isinstance(cursor, (ClientCursor, AsyncClientCursor)):

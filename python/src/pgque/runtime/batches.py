@@ -76,11 +76,11 @@ RELEASE = MessageOutcome("release")
 
 
 def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta | None) -> MessageOutcome:
-    """Return the outcome of a message, from what its handler returned or the HandlerOutcome it raised: what
-    is no HandlerOutcome is a success.
+    """Return the outcome of a message, from the value that its handler returned or the HandlerOutcome that it
+    raised. Any other value is a success.
 
-    A class of the program's own may have set the attributes without the checks of Retry and Dead. What they
-    cannot be is a failure of this message, so that the outcomes of the others can be reported."""
+    A class of the program may have set the attributes without the checks of Retry and Dead. A wrong attribute
+    is a failure of this message only, so that the outcomes of the others can be reported."""
     if isinstance(returned, type) and issubclass(returned, HandlerOutcome):
         returned = returned()
     match returned:

@@ -284,8 +284,8 @@ class AsyncRuntime:
                 the worker.
 
         Raises TypeError for an object that cannot be a handler, an annotation that cannot be validated, and
-        what is no class of errors; PgqueBadArgumentError for a pause below 0 or over ten years; ValueError
-        for a timeout of 0 or below.
+        an object that is no class of errors; PgqueBadArgumentError for a pause below 0 or over ten years;
+        ValueError for a timeout of 0 or below.
         """
         return self._handlers.register(type, options=_options(retry_on, dead_on, backoff, timeout))
 
