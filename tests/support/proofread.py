@@ -50,12 +50,14 @@ REPLACED = {
     r"(?:says?|said) so": "the message that is shown",
     r"(?:is|are|was|were) told": "the subject that gets an error, or learns something",
     r"so many (?:bytes|days|messages|microseconds|milliseconds|rows|seconds|times)": "this many",
-    r"any more": "no longer",
+    r"any more(?! (?:batches|messages|rows|than))": "no longer",
     r"for ever": "without end",
     r"without a word": "without an error, or without notice",
     r"such a one|to who|for who": "the noun",
 }
-AVOIDED = re.compile("|".join(rf"(\b(?:{found})\b)" for found in REPLACED), re.IGNORECASE)
+# A line may end between the words of an expression.
+BETWEEN = r"(?: |\s*\n[ *#-]*)"
+AVOIDED = re.compile("|".join(rf"\b({found})\b" for found in REPLACED).replace(" ", BETWEEN), re.IGNORECASE)
 
 # Sentences that have no question mark and begin like this hide their subject.
 SUBJECTLESS = re.compile(r"(?:What|Who|Whom|Whose|Whoever)\b(?!.*\?\W*$)", re.DOTALL)
@@ -155,7 +157,7 @@ def avoided(prose: str) -> Iterator[tuple[int, str]]:
     """Yield the expressions that the house does not use, with their places."""
     for found in AVOIDED.finditer(prose):
         assert found.lastindex is not None
-        yield found.start(), f"{found[0]!r}: {list(REPLACED.values())[found.lastindex - 1]}"
+        yield found.start(), f"{' '.join(found[0].split())!r}: {list(REPLACED.values())[found.lastindex - 1]}"
 
 
 def house_style(path: Path, text: str, prose: str) -> Iterator[tuple[int, str]]:
