@@ -207,7 +207,7 @@ class Receiver:
         self.report(tag, ACK)
 
     def reject(self, tag: str, requeue: bool) -> None:
-        """Give a message up, or hand it back."""
+        """Give a message up, or release it."""
         self.report(tag, RELEASE if requeue else _REJECTED)
 
     def report(self, tag: str, outcome: MessageOutcome) -> None:

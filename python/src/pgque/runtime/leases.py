@@ -1,4 +1,4 @@
-"""Extending the leases of the workers of a process, on a connection of their own.
+"""Extend the leases of the workers of a process, on a connection of their own.
 
 The connection of a worker may wait for minutes: for a consumer that another transaction has locked, or for a
 standby that has to confirm a commit. Its handlers run meanwhile, so their leases are extended from a thread

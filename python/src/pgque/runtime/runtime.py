@@ -273,13 +273,14 @@ class AsyncRuntime:
 
         Args:
             type: the message type.
-            retry_on: errors after which the message is redelivered, until its last attempt, as
-                `max_receive_attempts` and `max_retries` of the queue have it; it is given up after all
-                others. A handler beyond its time limit is retried. None is all errors.
+            retry_on: errors after which the message is redelivered, as long as it has attempts left
+                (`max_receive_attempts` and `max_retries` of the queue). After any other error it is given
+                up. A handler beyond its time limit is retried. None is all errors.
             dead_on: errors after which the message is given up at once, also if `retry_on` has a base class
                 of theirs.
-            backoff: seconds before the first retry, the second, and so on; the last is for all further ones,
-                and one number for all. It also counts for `Retry()`. None is `retry_after` of the worker.
+            backoff: seconds before the first retry, the second, and so on; the last one is for all further
+                retries, and a single number for all. It also counts for `Retry()`. None is `retry_after` of
+                the worker.
             timeout: seconds that the handler may run, `math.inf` for no limit; None is `handler_timeout` of
                 the worker.
 
@@ -302,9 +303,9 @@ class AsyncRuntime:
         """Register the decorated function as the handler of lists of messages of a type, "*" of all types
         without one. It may ask for a `list[Message[Model]]` or a `list[Model]`.
 
-        It is called with what one receive brought, in order. If it returns, all are acknowledged; if it
-        raises, all are rejected, and handled again in ever smaller calls, so that one that fails is alone in
-        the end; only then do `retry_on` and `dead_on` give it up. It may return a `Retry`, `Dead` or
+        It gets the messages of one receive, in order. If it returns, all are acknowledged. If it raises, all
+        are rejected, and handled again in ever smaller calls, so that a message that fails is alone in the
+        end; only then do `retry_on` and `dead_on` give it up. It may return a `Retry`, `Dead` or
         `Release` for all of them, or `Outcomes` of single ones. Only a message that does not fit the Model
         fails. With `transactional=True` its writes are kept unless it raises or all messages are
         redelivered. Hooks are called for each message.
@@ -410,7 +411,7 @@ class AsyncRuntime:
 
     def error(self, hook: ErrorHook) -> ErrorHook:
         """Register the decorated function to be called with a message and the error that its handler, or
-        another hook, raised. An error of its own is logged."""
+        another hook, raised. An error of the hook itself is logged."""
         return self._middleware.add("error", hook)
 
     async def run(self, *, until_idle: bool = False, catch_signals: bool = True) -> None:
@@ -432,12 +433,14 @@ class AsyncRuntime:
         After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
         and a second more to release messages.
 
-        Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFoundError,
-        PgqueConsumerNotFoundError, PgquePermissionDeniedError; PgqueQueueInUseError if a worker's consumer
-        reads on its own, or a subconsumer's; PgqueBadArgumentError if a consumer without workers has workers,
-        and without a handler, unless `unknown_handler_policy` is "ack". Running handlers have
-        `shutdown_timeout` seconds to finish then. Raises PgqueError while the object runs already, and after
-        it was stopped.
+        Raises a PgqueError if trying again cannot help. Running handlers have `shutdown_timeout` seconds to
+        finish then.
+
+        - PgqueVersionError, PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgquePermissionDeniedError
+        - PgqueQueueInUseError if the consumer of a worker, or of a subconsumer, reads on its own
+        - PgqueBadArgumentError if the consumer of a Consumer has workers, or if there is no handler and
+          `unknown_handler_policy` is not "ack"
+        - PgqueError while the object runs already, and after it was stopped
         """
         self._handlers.check_any(self.unknown_handler_policy)
         check_until_idle(self, until_idle)

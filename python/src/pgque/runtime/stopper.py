@@ -1,4 +1,4 @@
-"""Waiting for notifications, and stopping: with the same names for threads and for asyncio.
+"""Wait for notifications, and stop: with the same names for threads and for asyncio.
 
 `set()` ends a wait at once, and may be called from any thread and from a signal handler.
 """
