@@ -64,7 +64,7 @@ SUBJECTLESS = re.compile(r"(?:What|Who|Whom|Whose|Whoever)\b(?!.*\?\W*$)", re.DO
 LONGEST = 40  # words of a sentence
 
 # A docstring begins with a verb that says what the caller gets, or names the thing.
-OPENINGS = re.compile(r"(?:Be|Holds?|Says?|Such|Tells?|What|Whether|Who|Whom|Whose)\b")
+OPENINGS = re.compile(r"(?:Be|Holds?|Says?|Such|What|Whether|Who|Whom|Whose)\b")
 
 Span = tuple[int, int]
 
