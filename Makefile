@@ -115,7 +115,9 @@ docs: $(VENV)/docs/.ready ## Build the site of the documents in build/docs; fail
 	@rm -rf build/pages && mkdir -p build/pages
 	@tar -cf - --exclude __pycache__ --exclude sql/build $(PAGES) | tar -xf - -C build/pages
 	@cp $(VENV)/docs/package/shim/index.js build/pages/iframe-worker.js
-	@printf -- '---\nsearch: {boost: 0.1}\n---\n' | cat - CHANGELOG.md > build/pages/CHANGELOG.md   # found after all other pages
+# The changelogs are found after all other pages
+	@for page in CHANGELOG.md python/docs/changelog-before-0.8.md; do \
+		printf -- '---\nsearch: {boost: 0.1}\n---\n' | cat - $$page > build/pages/$$page; done
 	@PYTHONPATH=python/src NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs build --strict -f python/mkdocs.yml
 
 $(VENV)/docs/.ready: $(SUPPORT)/requirements-docs.txt $(SUPPORT)/venv.sh

@@ -27,8 +27,9 @@ PAGES = [*FROM_NOTHING, *DOCS]
 LINKED = [*PAGES, ROOT / "python" / "SPARK.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "sql").glob("*.md"))]
 
 # Of all pages that people write. A page that grows is a decision: another becomes shorter.
-# 0.12: the page does what had to be typed as SQL, and web.md says how.
-WORDS = 30_300
+WORDS = 27_000
+# Nobody reads these from start to end: two say what earlier versions changed, one is generated.
+NOT_COUNTED = ("CHANGELOG.md", "changelog-before-0.8.md", "REFERENCE.md")
 
 # One more block that nobody runs is a decision: change the number together with the page.
 NOT_RUN = {
@@ -77,8 +78,8 @@ def test_readme_is_short() -> None:
 
 
 def test_the_documents_are_short() -> None:
-    """The changelog does not count, nor what is generated: the function reference and Spark's options."""
-    pages = [path for path in LINKED if path.name not in ("CHANGELOG.md", "REFERENCE.md")]
+    """Changelogs do not count, nor do generated texts: the function reference and Spark's options."""
+    pages = [path for path in LINKED if path.name not in NOT_COUNTED]
     assert ROOT / "sql" / "RELIABILITY.md" in pages
     texts = {name(path): path.read_text(encoding="utf-8") for path in pages}
     options = texts["python/SPARK.md"].split("\n## Options\n")[1].partition("\n## ")[0]

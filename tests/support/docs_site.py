@@ -151,7 +151,9 @@ def on_post_build(config: MkDocsConfig) -> None:
             f"llms.txt lacks pages, as {INDEX} has no row that begins with a link to them: {lacking}"
         )
     pages = [
-        page for page in linked if page.suffix == ".md" and page.name != "CHANGELOG.md" and page.exists()
+        page
+        for page in linked
+        if page.suffix == ".md" and not page.stem.lower().startswith("changelog") and page.exists()
     ]
     full = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     (site / "llms-full.txt").write_text(full, encoding="utf-8")

@@ -344,7 +344,8 @@ def is_permanent(error: PgqueError) -> bool:
         return True
     if error.sqlstate in {"42883", "42P01", *_POOLER_STATES}:
         # An upgrade may have taken a function from under a running call, and a restore may not have created a
-        # table yet. Who connects again is told whether the versions fit, and prepares nothing.
+        # table yet. A program that connects again learns whether the versions fit, and
+        # prepares nothing.
         return False
     # 25000: not READ COMMITTED; 28: authentication; 42: missing function, missing right, and the like; 3D: no
     # such database.

@@ -1,4 +1,4 @@
-"""What a handler of a worker or a consumer can return or raise, besides another value and an error."""
+"""The outcomes that a handler of a worker or a consumer can return or raise."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ class TestQueue:
 
         A copy of the worker runs on this queue: with its settings, handlers and hooks, but in threads or
         tasks of this process. It also handles messages that handlers send to this queue. It does not handle
-        messages in state delayed or retry. Raises TimeoutError after so many seconds. In a running event loop
-        use `work_async`.
+        messages in state delayed or retry. Raises TimeoutError after `timeout` seconds. In a running event
+        loop use `work_async`.
         """
         if isinstance(worker, AsyncRuntime):
             return asyncio.run(self.work_async(worker, timeout=timeout))
@@ -248,7 +248,8 @@ def call(
     - `type`: the message type; None is that of the handler.
     - `headers`, `key`: as of `send`.
     - `retry_count`: number of earlier failures; 0.
-    - `conn`: the connection that a handler gets with `transactional=True`. What was written stays as it is.
+    - `conn`: the connection that a handler gets with `transactional=True`. Its writes are neither committed
+      nor rolled back.
 
     Raises PgqueBadArgumentError if the worker does not have the handler, or the arguments do not fit it.
     """
@@ -369,7 +370,7 @@ def _message(
 
 @contextmanager
 def _stopped_after(worker: Runtime | AsyncRuntime, seconds: float) -> Iterator[None]:
-    """Stop a worker that is not idle after so many seconds, and raise TimeoutError; KeyboardInterrupt where a
+    """Stop a worker that is not idle after some seconds, and raise TimeoutError, or KeyboardInterrupt if a
     signal stopped it."""
     too_long = threading.Event()
 

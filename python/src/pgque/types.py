@@ -36,7 +36,7 @@ Setting: TypeAlias = str | int | float | bool | timedelta | Mapping[str, object]
 
 
 class _Decoding:
-    """What a message has besides its columns: its decoder, and its value once that was read."""
+    """The decoder of a message, and its value once that was read; both are no columns."""
 
     __slots__ = ("_decoder", "_value")
 
@@ -147,7 +147,7 @@ class Message(_Decoding, Generic[T_co]):
             ) from error
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Let pickle and copy keep the value, or the decoder of a message whose value was not read."""
+        """Return the state for pickle and copy, with the value, or the decoder if the value was not read."""
         kept = next((name for name in ("_value", "_decoder") if hasattr(self, name)), None)
         state = (kept, getattr(self, kept)) if kept else None
         return _restored, (type(self), [getattr(self, field.name) for field in fields(self)], state)
@@ -416,10 +416,10 @@ class ArchivedMessage:
 class RecurringMessage:
     """Describe a message that the ticker sends at its times, as `client.recurring.list` returns it.
 
-    `status` is active, paused, failing (the last attempt failed with `last_error`; the ticker tries again) or
-    ended. `next_run` is None while it is paused or ended. `last_run` and `last_msg_id` are those of the last
-    message. `registered_at` is the time of the last `client.recurring.create`, which a Worker calls when it
-    starts.
+    `status` is active, paused, ended, or failing: then the last attempt failed with `last_error`, and the
+    ticker tries again. `next_run` is None while it is paused or ended. `last_run` and `last_msg_id` are those
+    of the last message. `registered_at` is the time of the last `client.recurring.create`, which a Worker
+    calls when it starts.
     """
 
     name: str

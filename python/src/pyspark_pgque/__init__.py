@@ -1,6 +1,6 @@
-"""Where PySpark finds the data source `pgque`: it looks into every module that is called pyspark_*.
+"""Register the data source `pgque`: PySpark imports every module that is called pyspark_* to find sources.
 
-One such module that fails to import hides all others, so this one always imports.
+If one of these modules cannot be imported, PySpark finds none of them, so this one can always be imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ except Exception as error:
     _reason = f"{type(error).__name__}: {error}"
 
     class DefaultSource(DataSource):  # type: ignore[no-redef]
-        """Say what is missing."""
+        """Raise ImportError with the command that installs what is missing."""
 
         def __init__(self, options: object) -> None:
             raise ImportError(f"the data source pgque needs: pip install './python[spark]' ({_reason})")

@@ -4,9 +4,9 @@
 
     app = Celery("shop", broker="pgque://user:password@host:5432/database")
 
-The import makes the scheme `pgque` known to kombu. Where only settings can be changed,
-`broker_transport = "pgque.celery:Transport"` does so. What follows `pgque://` is what follows `postgresql://`
-in a URL of libpq: several hosts, `?sslmode=…`, `?service=…`. `pgque://` alone takes PGQUE_DSN or the PG*
+The import makes the scheme `pgque` known to kombu. If only settings can be changed, use
+`broker_transport = "pgque.celery:Transport"`. The rest of the URL is that of libpq after
+`postgresql://`: several hosts, `?sslmode=…`, `?service=…`. `pgque://` alone takes PGQUE_DSN or the PG*
 variables. With `broker_transport`, `broker_url` may also be a connection string: "host=db dbname=shop".
 Keep its password in a password file then: Celery hides only those in URLs from its reports and from Flower.
 
@@ -14,8 +14,8 @@ A Celery queue is a queue of pgque with a consumer, whose workers share its mess
 events are read from the log of a queue `exchange.…`: each worker remembers how far it has read, and leaves
 nothing in the database when it dies.
 
-A worker that is told to stop hands back what it has not begun: at once from Celery 5.7 on, before that when
-it ends.
+A worker that stops releases the messages that it has not begun: at once from Celery 5.7 on, with earlier
+versions when it ends.
 
 `broker_transport_options`:
 

@@ -1,4 +1,4 @@
-"""Publishing many messages in one call, or in the transaction of the caller."""
+"""Publish many messages in one call, or in the transaction of the caller."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ log = logging.getLogger("pgque.celery")
 # A log has no consumers, so rotation alone decides how long its messages stay, and health() need not warn.
 _LOG_CONFIG = {"rotation_period": "10 minutes", "health_pending_warn": "0"}
 
-# Of a queue that stays; those for remote control expire with their process.
+# Arguments that are refused for a queue that stays; queues for remote control expire with their process.
 _REFUSED = {
     "x-dead-letter-exchange",
     "x-expires",
@@ -127,7 +127,7 @@ class Channel(virtual.Channel):
         arguments: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Create a queue with its consumer if it does not exist, as far as the role may."""
+        """Create a queue with its consumer if it does not exist and the role has the right to create it."""
         queue = queue or f"amq.gen-{uuid()}"
         is_reader = exclusive or auto_delete
         refused = _REFUSED & (arguments or {}).keys()

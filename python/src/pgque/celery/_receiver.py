@@ -106,7 +106,7 @@ class Receiver:
         self._in_hand: Counter[int] = Counter()
         self._channels: dict[int, _Channel] = {}
         self._logs = Logs()
-        # Of queues that are not consumed any more: when to look which of the messages can be released.
+        # Messages of queues that are no longer consumed, and when to check which of them can be released.
         self._cancelled: list[tuple[float, set[str], Callable[[str | None], bool]]] = []
         self._outcomes: list[tuple[Batch[Message], int, MessageOutcome]] = []
         self._batches: dict[int, Batch[Message]] = {}
@@ -135,7 +135,7 @@ class Receiver:
         return self._readable.fileno()
 
     def begin(self) -> None:
-        """Have the thread run, and look for something to do."""
+        """Start the thread if it does not run, and wake it."""
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="pgque celery", daemon=True)
@@ -152,7 +152,7 @@ class Receiver:
 
     def cancel(self, channel: int, queue: str, is_known: Callable[[str | None], bool]) -> None:
         """Receive no more from a queue. Release its messages that were not delivered, and in a moment those
-        whose task is not known any more."""
+        whose task is no longer known."""
         with self._changed:
             consumed = self._channels.get(channel)
             if consumed is not None and consumed.queues.pop(queue, None) is not None:
@@ -207,7 +207,7 @@ class Receiver:
         self.report(tag, ACK)
 
     def reject(self, tag: str, requeue: bool) -> None:
-        """Give a message up, or hand it back."""
+        """Give a message up, or release it."""
         self.report(tag, RELEASE if requeue else _REJECTED)
 
     def report(self, tag: str, outcome: MessageOutcome) -> None:
@@ -237,7 +237,7 @@ class Receiver:
     def next(self, timeout: float | None) -> tuple[str, Raw]:
         """Return the next message and the queue it is for, those of logs first.
 
-        Raises TimeoutError after so many seconds, None is no limit, and the error that ended the thread."""
+        Raises TimeoutError after `timeout` seconds (None: no limit), and the error that ended the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._control or self._tasks or self._error, timeout)
             if self._control:
@@ -295,7 +295,7 @@ class Receiver:
         return not is_left or self._stopper.stopped_for() > _LAST_REPORT_TIMEOUT
 
     def _signal(self) -> None:
-        """Wake who waits for messages."""
+        """Wake the threads that wait for messages."""
         self._changed.notify_all()
         with suppress(OSError):  # full or closed
             self._writable.send(b"x")

@@ -1,4 +1,4 @@
-"""What the worker of this process says of itself, if it runs one."""
+"""The state of the Celery worker of this process, if it runs one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_known(task_id: str | None) -> bool:
 
 
 def is_stopping() -> bool:
-    """Return whether the worker was told to stop, by a signal or by remote control."""
+    """Return whether the worker has to stop, by a signal or by remote control."""
     state = _state()
     return state is not None and any(
         asked is not None and asked is not False for asked in (state.should_stop, state.should_terminate)

@@ -1,4 +1,4 @@
-"""Whether a connection leads directly to the server, so that statements prepared on it are its own."""
+"""Find out whether a connection leads directly to the server, so that its prepared statements are its own."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import socket
 
 from psycopg import AsyncConnection, Connection
 
-# Of the session that answers. A port is null where the session was reached through a Unix socket.
+# Process id and client port of the session that answers. The port is null for a Unix socket.
 ANSWERS = "pg_catalog.pg_backend_pid(), pg_catalog.inet_client_port()"
 
 
 def is_direct(conn: Connection[object] | AsyncConnection[object], pid: object, port: object) -> bool:
     """Return whether a connection is known to be direct, from what the session that answered says of itself.
 
-    PgBouncer and Odyssey give their clients process ids that they make up. Another pooler may pass on that of
-    a session of the server, which need not be the one that runs the next statement: but no session knows the
-    port of a client that reaches it through somebody else.
+    PgBouncer and Odyssey give their clients process ids that they make up. Another pooler may pass on the id
+    of one of the server's sessions, which need not run the next statement. So the port is compared, too: a
+    session that is reached through a pooler knows the pooler's port, not the client's.
     """
     return pid == conn.info.backend_pid and port == _own_port(conn)
 

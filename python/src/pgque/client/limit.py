@@ -139,7 +139,7 @@ def _limited(conn: LimitedConnection[Row] | AsyncLimitedConnection[Row], gen: PQ
 
 
 def _for_a_moment(pgconn: PGconn, gen: PQGen[RV]) -> PQGen[RV]:
-    """Run what psycopg waits for once more, after an interruption, as far as it comes in a moment."""
+    """Go on with what psycopg waits for after an interruption, but only for a moment."""
     end = time.monotonic() + _CANCEL_TIMEOUT
     try:
         wanted = next(gen)

@@ -19,12 +19,12 @@ Converter: TypeAlias = Callable[[Any, bool], object]
 # The path of what does not fit, and the reason.
 _Problem: TypeAlias = tuple[str, str]
 
-# So many problems of one payload are named.
+# The most problems that are named of one payload.
 _MAX_PROBLEMS = 3
 
 
 class MisfitError(Exception):
-    """What does not fit in a payload."""
+    """Report the parts of a payload that do not fit."""
 
     def __init__(self, *problems: _Problem) -> None:
         super().__init__(*problems)

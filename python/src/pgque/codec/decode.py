@@ -43,9 +43,9 @@ def _whole(digits: str) -> int | Decimal:
 
 
 class Unreadable(Mapping[str, object]):
-    """Stand for headers that are no Python value: who looks into them gets a ValueError.
+    """Stand for headers that are no Python value: reading them raises ValueError.
 
-    So a message that Python cannot read fails by itself, and not the batch that it came in.
+    So only the message that Python cannot read fails, and not the batch that it came in.
     """
 
     def __init__(self, reason: str) -> None:
@@ -87,7 +87,7 @@ def reading(cursor: C) -> C:
     """Have a cursor read binary values, which are the same under every DateStyle and IntervalStyle, and JSON
     of any kind.
 
-    What reads text refuses times of a style that it cannot tell apart. Cursors that put parameters into the
+    A cursor that reads text refuses times of a style that is not clear. Cursors that put parameters into the
     statement themselves can only read text.
     """
     if isinstance(cursor, (ClientCursor, AsyncClientCursor)):

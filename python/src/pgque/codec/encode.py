@@ -20,7 +20,7 @@ MessageOrId: TypeAlias = Message | int
 
 
 def is_bytes(payload: object) -> TypeGuard[bytes | bytearray | memoryview]:
-    """Say whether a payload travels as bytes."""
+    """Return whether a payload travels as bytes."""
     return isinstance(payload, (bytes, bytearray, memoryview))
 
 

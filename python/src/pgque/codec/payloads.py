@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Message)
 
 _EMPTY = inspect.Parameter.empty
 
-# What a batch handler may call the list that it gets.
+# Types that a batch handler may annotate its list with.
 _LISTS = (list, Sequence, Iterable, Collection)
 
 

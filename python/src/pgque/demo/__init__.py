@@ -1,8 +1,8 @@
 """The demo: real files, two consumers, exactly once.
 
 Every Python file of the standard library becomes a message. A group of worker processes compiles each file
-and records it in the transaction of the ack; a second consumer adds up sizes. What does not compile is
-retried, and ends as a dead letter.
+and records it in the transaction of the ack; a second consumer adds up sizes. A file that does not compile
+is retried, and ends as a dead letter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the demo sends: the files of the standard library, or the lines of a file."""
+"""The payloads that the demo sends: files of the standard library, or the lines of a file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _compiles(path: Path) -> bool:
 
 
 def has_broken(files: Sequence[tuple[Path, str]]) -> bool:
-    """Say whether files that are broken on purpose are among them; they are called bad-something."""
+    """Return whether some of the files are broken on purpose; their names begin with "bad"."""
     return any(path.name.startswith("bad") and not _compiles(path) for path, _ in files)
 
 

@@ -1,4 +1,4 @@
-"""What goes on in a demo that is kept: a message a second, and dead letters that can be requeued.
+"""Keep a demo busy: a message a second, and dead letters that can be requeued.
 
 `python -m pgque.demo.flow [FILE]`, with the database in PGQUE_DSN. It ends with SIGTERM, and when the
 database is away.

@@ -1,4 +1,4 @@
-"""What the demo shows: progress while it runs, tables at the end."""
+"""The output of the demo: progress while it runs, tables at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the consumers of the demo do, each in a process of its own."""
+"""The consumers of the demo, each in its own process."""
 
 from __future__ import annotations
 

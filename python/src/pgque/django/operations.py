@@ -17,7 +17,7 @@ from ..types import Setting
 
 
 class _Operation(RunSQL):
-    """Be the base of an operation that is written with arguments of its own, and refuses other databases."""
+    """The base of the operations: it writes their arguments to migrations, and refuses other databases."""
 
     def __init__(self, description: str, sql: str, reverse_sql: str, arguments: Mapping[str, object]) -> None:
         super().__init__(sql, reverse_sql)

@@ -75,7 +75,7 @@ class PgqueBackend(_Backend):
             only while none with a higher priority waits. Of two queues of one priority the first one in
             QUEUES goes first: to share, start a worker for each.
 
-    Routers are not asked: a task is sent over the connection of `database`, whatever transaction is open on
+    Routers do not count: a task is sent over the connection of `database`, whatever transaction is open on
     another one. `manage.py check` finds a database that is not PostgreSQL, and two queues with one name, such
     as mail-10 beside mail with priority -10; `check --deploy --database default` finds missing queues.
     """

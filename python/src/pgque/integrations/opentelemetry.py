@@ -201,7 +201,7 @@ def enable_opentelemetry(enabled: bool = True) -> None:
 
 
 def is_enabled() -> bool:
-    """Say whether OpenTelemetry was enabled."""
+    """Return whether OpenTelemetry was enabled."""
     return _enabled is not None
 
 

@@ -1,4 +1,4 @@
-"""What watches handlers: OpenTelemetry and Prometheus, each where the program has enabled it."""
+"""Call the observers of handlers, OpenTelemetry and Prometheus, if the program has enabled them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING: Final = nullcontext()
 
 
 class Observer(Protocol):
-    """What is called for the messages that a worker or consumer handles."""
+    """An object with methods that are called for the messages that a worker or consumer handles."""
 
     def handling(self, messages: Sequence[Message], consumer: str) -> AbstractContextManager[None]:
         """Return a block in which the handler of messages runs, of one or of a batch."""
@@ -39,13 +39,13 @@ _observers: tuple[Observer, ...] = ()
 
 
 def add(observer: Observer) -> None:
-    """Have an observer called from now on."""
+    """Add an observer, which is called from now on."""
     global _observers
     _observers = (*_observers, observer)
 
 
 def remove(observer: Observer | None) -> None:
-    """Have an observer called no more."""
+    """Remove an observer, which is no longer called."""
     global _observers
     _observers = tuple(other for other in _observers if other is not observer)
 
@@ -62,19 +62,19 @@ def handling(messages: Sequence[Message], consumer: str) -> AbstractContextManag
 
 
 def note_outcome(message: Message, consumer: str, outcome: str) -> None:
-    """Tell the observers the outcome of a message."""
+    """Report the outcome of a message to the observers."""
     for observer in _observers:
         observer.note_outcome(message, consumer, outcome)
 
 
 def note_overrun(message: Message, consumer: str) -> None:
-    """Tell the observers that the handler of a message runs for too long."""
+    """Report to the observers that the handler of a message runs for too long."""
     for observer in _observers:
         observer.note_overrun(message, consumer)
 
 
 def note_reconnect(queue: str, consumer: str) -> None:
-    """Tell the observers that a worker or consumer connects to the database again."""
+    """Report to the observers that a worker or consumer connects to the database again."""
     for observer in _observers:
         observer.note_reconnect(queue, consumer)
 

@@ -1,4 +1,4 @@
-"""What runs handlers: AsyncWorker, AsyncWorkQueue, AsyncConsumer. Public are the names in `pgque`.
+"""Run handlers: AsyncWorker, AsyncWorkQueue, AsyncConsumer. Public are the names in `pgque`.
 
 `workers` and `consumer` are the two kinds, `runtime` the loop of both. `exchange` receives and reports
 `batches`, from `sources`; `handlers`, `tasks`, `middleware`, `retries` and `transactional` are about one

@@ -38,7 +38,7 @@ _LOCK_TIMEOUT = (
 )
 
 
-# What can be done to all that is left of a batch at once.
+# Actions that one call can take for all remaining messages of a batch.
 _WHOLE_BATCH_ACTIONS = frozenset({"ack", "archive", "release"})
 _LEASE_LOST = "lost to another worker"
 _BATCH_LOST = "it went to another worker, or its acknowledgement was lost with the connection"
@@ -76,11 +76,11 @@ RELEASE = MessageOutcome("release")
 
 
 def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta | None) -> MessageOutcome:
-    """Return the outcome of a message, from what its handler returned or the HandlerOutcome it raised: what
-    is no HandlerOutcome is a success.
+    """Return the outcome of a message, from the value that its handler returned or the HandlerOutcome that it
+    raised. Any other value is a success.
 
-    A class of the program's own may have set the attributes without the checks of Retry and Dead. What they
-    cannot be is a failure of this message, so that the outcomes of the others can be reported."""
+    A class of the program may have set the attributes without the checks of Retry and Dead. A wrong attribute
+    is a failure of this message only, so that the outcomes of the others can be reported."""
     if isinstance(returned, type) and issubclass(returned, HandlerOutcome):
         returned = returned()
     match returned:
@@ -98,7 +98,7 @@ def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta
             text = "Outcomes are of a batch handler: a handler of one message returns its outcome"
             return failure_outcome(TypeError(text), retry_after)
         case HandlerOutcome():
-            # Of a class of the program's own, whose __init__ does not call the one of Retry or Dead.
+            # A class of the program derives from Retry or Dead without a call of their __init__.
             name = type(returned).__qualname__
             return failure_outcome(
                 TypeError(f"{name} has none of the attributes of Retry or Dead"), retry_after
@@ -153,8 +153,8 @@ class Batch(Generic[M]):
         return self.unfinished > 0 or any(outcome.action != "release" for outcome in self._outcomes.values())
 
     def has_expired(self, visibility_timeout: float) -> bool:
-        """Return whether others may receive its messages: the server knows of no extension in so many
-        seconds."""
+        """Return whether others may receive its messages, because no extension was reported to the server for
+        `visibility_timeout` seconds."""
         return time.monotonic() - self.extended_at > visibility_timeout
 
     def extension(self, now: float, lock_timeout: float | None = None) -> Statement:
@@ -322,12 +322,12 @@ class Running:
     messages: Sequence[Message]
     since: float = math.inf  # until it begins
     is_logged: bool = False
-    is_over: bool = False  # its outcome does not count any more
+    is_over: bool = False  # its outcome no longer counts
     is_reporting: bool = False  # its outcomes are in its transaction
 
     def others(self, messages: Sequence[Message] | None = None) -> list[Item]:
-        """Return the messages of the item but for these, which are those that the handler has unless it is
-        said, as an item if there are some."""
+        """Return the messages of the item except `messages` (by default those that the handler has), as an
+        item if there are some."""
         ids = {message.msg_id for message in messages or self.messages}
         others = [message for message in self.item.messages if message.msg_id not in ids]
         return [self.item._replace(messages=others, was_lost=False)] if others else []

@@ -29,12 +29,12 @@ AsyncLock = asyncio.Lock
 
 
 class ThreadPool(Generic[T]):
-    """Run `work` on items in threads, so many at a time.
+    """Run `work` on items in threads, `size` of them at a time.
 
     A thread starts with the context in which the pool was made.
     """
 
-    # What becomes of a handler in a place that is abandoned, for the log.
+    # The log's words for a handler in a place that is abandoned.
     abandoned = "its thread cannot be cancelled and goes on, but its outcome does not count"
 
     def __init__(self, size: int, work: Callable[[T], object]) -> None:
@@ -78,7 +78,7 @@ class ThreadPool(Generic[T]):
         return self._items.qsize()
 
     def cancel_queued(self) -> list[T]:
-        """Return the items that no thread has started; they are not worked on any more."""
+        """Return the items that no thread has started, and take them out of the queue."""
         items = []
         with suppress(queue.Empty):
             while (item := self._items.get_nowait()) is not None:
@@ -93,7 +93,7 @@ class ThreadPool(Generic[T]):
 
 
 class TaskPool(Generic[T]):
-    """Run `work` on items, each in a task of its own, so many at a time.
+    """Run `work` on items, each in its own task, `size` of them at a time.
 
     A task starts with the context in which the pool was made, and what it sets there ends with it.
     """
@@ -162,7 +162,7 @@ class TaskPool(Generic[T]):
         return len(self._items)
 
     def cancel_queued(self) -> list[T]:
-        """Return the items that no task has started; they are not worked on any more."""
+        """Return the items that no task has started, and take them out of the queue."""
         items = list(self._items)
         self._items.clear()
         self._unassigned = 0

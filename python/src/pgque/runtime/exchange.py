@@ -1,4 +1,4 @@
-"""What workers and consumers ask of the database: report outcomes, receive messages, extend leases.
+"""The calls of workers and consumers: report outcomes, receive messages, extend leases.
 
 `twins/exchange.py` is generated from `runtime/exchange.py` by `tools/make_sync.py`; edit that.
 """

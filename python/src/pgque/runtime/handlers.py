@@ -16,16 +16,16 @@ from ..outcomes import Outcomes
 from ..types import Message, Seconds
 from .retries import DEFAULT, Retries
 
-# So many message types without a handler are remembered as logged; there may be any number of types.
+# The most message types without a handler that are remembered as logged; there may be any number of types.
 _MAX_LOGGED_TYPES = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a handler is registered with.
+    """The options of a handler.
 
     Args:
-        retries: what becomes of its failed messages.
+        retries: the outcomes of its failed messages.
         timeout: seconds that it may run; None is as its worker has it.
         size: most messages in one call; None is a handler of one message.
     """
@@ -39,8 +39,8 @@ _NO_OPTIONS = Options()
 
 
 class Registered(NamedTuple):
-    """A handler and its options; what calls it with a message, or of a batch handler with a list; and what
-    makes what its annotation asks for of a message."""
+    """A handler and its options. `call` calls it with a message, or a batch handler with a list. `give`
+    returns the value that its annotation asks for."""
 
     handler: Callable[..., object]
     options: Options
@@ -216,7 +216,7 @@ def check_async_handler(handler: Callable[..., object], owner: str) -> None:
 
 
 def _check_arguments(handler: Callable[..., object], count: int, of_batch: bool) -> None:
-    """Raise TypeError for a handler that cannot be called with so many arguments."""
+    """Raise TypeError for a handler that cannot be called with `count` arguments."""
     if (signature := payloads.signature_of(handler)) is None:
         return
     try:

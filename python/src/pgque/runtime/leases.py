@@ -1,4 +1,4 @@
-"""Extending the leases of the workers of a process, on a connection of their own.
+"""Extend the leases of the workers of a process, on a connection of their own.
 
 The connection of a worker may wait for minutes: for a consumer that another transaction has locked, or for a
 standby that has to confirm a commit. Its handlers run meanwhile, so their leases are extended from a thread
@@ -27,8 +27,9 @@ from .batches import Statement
 
 log = logging.getLogger("pgque.worker")
 
-# Of the length of a lease: when the connection is opened, so that it is there when it is needed; when the
-# lease is extended; how often leases are looked at, which is also how long an extension may take.
+# Parts of the length of a lease: after the first the connection is opened, so that it is there when it is
+# needed; after the second the lease is extended; the third is the pause between checks of leases, and the
+# longest time that an extension may take.
 _OPEN_AFTER, _EXTEND_AFTER, _CHECK_EVERY = 1 / 4, 1 / 2, 1 / 8
 
 # Seconds between two checks at least, however short a lease is: a dead_interval may be 0.
@@ -44,16 +45,17 @@ _LOCK_NOT_AVAILABLE = "55P03"
 
 
 class Lease(Protocol):
-    """What has to be extended in time."""
+    """A lease that has to be extended in time."""
 
     extended_at: float
     lost: bool
 
     def extension(self, now: float, lock_timeout: float) -> Statement:
-        """Return the statement that extends it, or fails after so many seconds of waiting for a lock."""
+        """Return the statement that extends it, or fails after `lock_timeout` seconds of waiting
+        for a lock."""
 
     def note_extended(self, now: float, held: int | None) -> None:
-        """Take note of what that statement returned."""
+        """Take note of the result of that statement."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

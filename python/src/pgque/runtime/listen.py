@@ -1,4 +1,4 @@
-"""Listening for the messages of a queue, and noticing when nothing ticks it.
+"""Listen for the messages of a queue, and notice when nothing ticks it.
 
 `twins/listen.py` is generated from `runtime/listen.py` by `tools/make_sync.py`; edit that.
 """

@@ -15,7 +15,7 @@ log = logging.getLogger("pgque.worker")
 # Seconds between two signs.
 _INTERVAL = 1.0
 
-# After so many seconds without an answer of the database it is asked for one.
+# Seconds without an answer after which the database is asked for one.
 _ASK_AFTER = 5.0
 
 

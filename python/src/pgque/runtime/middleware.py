@@ -1,4 +1,4 @@
-"""What runs around the handlers of a worker, for logging, tracing and database sessions."""
+"""Hooks around the handlers of a worker, for logging, tracing and database sessions."""
 
 from __future__ import annotations
 

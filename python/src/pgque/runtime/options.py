@@ -30,7 +30,7 @@ _REFUSED = {
     },
 }
 
-# What depends on where a copy runs.
+# Arguments that depend on where a copy runs.
 _OWN = {
     *("dsn", "queue", "queues", "name", "use", "concurrency", "max_messages", "liveness_file"),
     *("worker", "subconsumer"),
@@ -54,8 +54,8 @@ class Configured(Protocol):
 
 
 def settings_of(worker: Configured, made: Callable[..., object]) -> dict[str, Any]:
-    """Return the arguments with which a class makes a copy of a worker, but for those that say where it
-    runs."""
+    """Return the arguments with which a class makes a copy of a worker, without those that depend on where
+    it runs."""
     return {
         "queues": worker.queues,
         "liveness_file": None,

@@ -10,7 +10,7 @@ from ..types import Event
 
 @dataclass(frozen=True, slots=True)
 class Recurring:
-    """Hold the arguments of `client.recurring.create` for a queue of a worker."""
+    """The arguments of `client.recurring.create` for a queue of a worker."""
 
     name: str
     queue: str

@@ -1,4 +1,4 @@
-"""What becomes of a message whose handler raised: by the class of the error, and after which pause."""
+"""Choose the outcome of a message whose handler raised, and the pause before a retry."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Retries:
     backoff: tuple[timedelta, ...] = ()
 
     def gives_up(self, error: BaseException) -> bool:
-        """Return whether a message is given up after an error. What is no Exception, such as SystemExit, is
-        not the fault of its message unless `dead_on` names it."""
+        """Return whether a message is given up after an error. An error that is no Exception, such as
+        SystemExit, is not the fault of its message unless `dead_on` names it."""
         if isinstance(error, self.dead_on):
             return True
         return (

@@ -31,7 +31,7 @@ class Source:
     is_empty: bool = False  # the last receive brought nothing, and there was no notification since
     is_idle: bool = True  # the last receive brought nothing
     used: float = 0.0
-    # Of a consumer that reads alone: its last batch, and what an earlier process left.
+    # For a consumer that reads alone: its last batch, and the messages that an earlier process left.
     batch: OwnBatch[Message] | None = None
     left: LeftBatch = field(default_factory=LeftBatch)
 
@@ -106,12 +106,12 @@ class Sources:
         source.is_empty = True
 
     def note_received(self, source: Source, count: int) -> None:
-        """Take note of how many messages came."""
+        """Take note of the number of messages that were received."""
         if count == 0:
             source.is_idle = True
             return
         if source.is_idle:
-            # What it did not use while it was empty is not made up for.
+            # A queue does not catch up on the share that it did not use while it was empty.
             source.used = max(source.used, self._used)
         self._used = source.used
         source.used += count / source.weight

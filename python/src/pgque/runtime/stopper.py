@@ -1,4 +1,4 @@
-"""Waiting for notifications, and stopping: with the same names for threads and for asyncio.
+"""Wait for notifications, and stop: with the same names for threads and for asyncio.
 
 `set()` ends a wait at once, and may be called from any thread and from a signal handler.
 """
@@ -49,7 +49,7 @@ def _drain_notifications(conn: Connection[object] | AsyncConnection[object]) -> 
 
 
 class _Stop:
-    """Whether, when and how a stop was asked for."""
+    """The state of a stop: whether, when and how a program asked for it."""
 
     def __init__(self, stop: threading.Event | None = None) -> None:
         self._stop = stop or threading.Event()
@@ -164,7 +164,7 @@ class Stopper(_Stop):
             self._interruptible = outer
 
     def give_up_after(self, seconds: float, work: Callable[[], object]) -> None:
-        """Run `work` in a thread: HandlerInterrupted so many seconds after a stop, or by a signal."""
+        """Run `work` in a thread. Raises HandlerInterrupted `seconds` after a stop, or by a signal."""
         failed: list[BaseException] = []
 
         def run() -> None:
@@ -343,7 +343,7 @@ class AsyncStopper(_Stop):
     async def give_up_after(
         self, seconds: float, work: Callable[[], Coroutine[object, object, object]]
     ) -> None:
-        """Run `work`: HandlerInterrupted so many seconds after a stop, or by a signal."""
+        """Run `work`. Raises HandlerInterrupted `seconds` after a stop, or by a signal."""
 
         async def watch() -> None:
             while self.stopped_for() <= max(seconds, GRACE):  # noqa: ASYNC110

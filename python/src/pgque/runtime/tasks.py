@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class SendOptions(TypedDict, total=False):
-    """The options of `pgque.send`, but for the type, which is that of the task."""
+    """The options of `pgque.send` except the type, which is that of the task."""
 
     headers: Mapping[str, object] | None
     key: str | None
@@ -34,7 +34,7 @@ class SendOptions(TypedDict, total=False):
 
 
 class SendManyOptions(TypedDict, total=False):
-    """The options of `pgque.send_batch`, but for the type, which is that of the task."""
+    """The options of `pgque.send_batch` except the type, which is that of the task."""
 
     headers: Sequence[Mapping[str, object] | None] | None
     keys: Sequence[str | None] | None
@@ -81,7 +81,7 @@ class Task(Generic[T, P, R]):
         return f"<task {self.__qualname__}: type {self.type!r}, queue {self.queue}>"
 
     def __reduce__(self) -> str:
-        """Let pickle refer to the task by its name in its module, as to a function."""
+        """Return the name in its module, so that pickle refers to the task as to a function."""
         return self.__qualname__
 
     def send(self, conn: object, payload: T, **options: Unpack[SendOptions]) -> int:

@@ -1,4 +1,4 @@
-"""Looking after the handlers of a worker, from a thread of its own.
+"""Check the handlers of a worker, from another thread.
 
 The connection of a worker may wait for minutes, or be away; its handlers have their time limits meanwhile. A
 thread also sees that a handler blocks the event loop.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 log = logging.getLogger("pgque.worker")
 
-# Seconds between two looks.
+# Seconds between two checks.
 _INTERVAL = 0.5
 
 # Seconds beyond its limit in which a handler should have been rejected.

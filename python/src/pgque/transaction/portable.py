@@ -73,7 +73,7 @@ def message(row: Row, make: Callable[..., Message]) -> Message:
 
 
 def _moment(microseconds: object) -> datetime | None:
-    """Return the time so many microseconds after 1970, in UTC."""
+    """Return the time that is this number of microseconds after the start of 1970, in UTC."""
     return _EPOCH + timedelta(microseconds=microseconds) if isinstance(microseconds, int) else None
 
 
