@@ -34,7 +34,7 @@ _STATEMENT = re.compile(
     rf" (?:[^;.,']|\.\w|{_LITERAL})*"
     r"|revoke (?:[^;\"]|\"(?:[^\"]|\"\")*\")*)"
 )
-# What pgque has a command for; {0} and so on are the arguments. All else is for psql.
+# Functions that have a command of pgque; {0} and so on are the arguments. All others are for psql.
 _COMMANDS = {
     "start": "start",
     "status": "status",
@@ -49,7 +49,7 @@ _COMMANDS = {
 
 
 def _argument(literal: str) -> str:
-    """Return what an SQL literal stands for."""
+    """Return the value of an SQL literal."""
     text = literal.strip()
     escaped = text.startswith("E")
     text = text.removeprefix("E").removeprefix("'").removesuffix("'").replace("''", "'")

@@ -31,7 +31,7 @@ FIRST = (
 
 
 def at_most(count: int) -> int | str:
-    """Return a count as it is said, if no more were counted."""
+    """Return a count as a text, with "or more" if it is the most that is counted."""
     return f"{MOST_COUNTED:,} or more" if count >= MOST_COUNTED else count
 
 

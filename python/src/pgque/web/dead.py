@@ -1,4 +1,4 @@
-"""Dead letters: by reason, one by one, and what is done with them."""
+"""Dead letters: by reason and one by one; requeue, replay and delete them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _parameters(page: Page) -> dict[str, object]:
 
 
 def _groups(page: Page, name: str) -> list[Row]:
-    """Return how many dead letters there are for each reason. Who administers the queue shares them."""
+    """Return how many dead letters there are for each reason. Roles that administer the queue share them."""
 
     def taken() -> list[Row]:
         return page.rows(
@@ -158,7 +158,7 @@ def ask(page: Page) -> Response:
     count = f"{len(ids):,}{' or more' if everything and len(ids) == LOOKED else ''}"
     fields: list[tuple[str, object]] = [("queue", name), ("action", verb)]
     if everything:
-        # What dies from now on was not counted.
+        # A message that is given up from now on was not counted.
         fields += [("all", "1"), ("upto", ids[-1])]
     else:
         fields += [("id", one) for one in ids]
@@ -253,7 +253,7 @@ def _calls(page: Page, verb: str) -> Callable[[], AbstractContextManager[tuple[C
 
 
 def show_job(page: Page) -> Response:
-    """Show how far work on many messages is."""
+    """Show the progress of work on many messages."""
     job = page.session.jobs.get(page.form.get("key"))
     if job is None:
         page.session.flash("error", "This work is no longer known.")

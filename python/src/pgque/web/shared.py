@@ -1,4 +1,4 @@
-"""What all requests share: options, sessions, figures and templates."""
+"""State that all requests share: options, sessions, figures and templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIVE = "pgque-live"  # the header of requests that the script makes to keep a pa
 
 
 class Shared:
-    """What all requests share. `pages` are the addresses that a browser may be sent to."""
+    """State that all requests share. `pages` are the addresses that a browser may be sent to."""
 
     def __init__(self, config: Config, pages: Iterable[str]) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""The ASGI application: addresses, sessions, what every answer has in common."""
+"""The ASGI application: addresses, sessions, and headers of every answer."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class Site(Shared):
     def _serve(
         self, handler: Handler, request: Request, session: Session, fields: str, reads: bool
     ) -> Response:
-        """Run a handler on a connection of the session; show its error, or say it on the page before."""
+        """Run a handler on a connection of the session. Show its error, on the page before if possible."""
         sent = hashlib.sha256(f"{request.url.path} {fields}".encode()).hexdigest()
         try:
             form = Form.read(fields, request.method == "POST")
