@@ -384,7 +384,7 @@ def test_a_message_is_found_in_all_queues_by_id_key_type_and_text_in_every_state
     )
     assert found("no such thing") == []
     page = text(b.get("/search", q="no such thing"))
-    assert "No message was found. Looked at the newest 20,000 ids of 2 of 2 queues." in page
+    assert "No message was found. Searched the newest 20,000 ids of 2 of 2 queues." in page
     assert "the next 2,000 messages" in page
     # The field is on every page, and begins with the queue that is shown.
     assert f'name="of" value="{one}"' in b.get("/messages", queue=one).text

@@ -23,8 +23,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "dsns",
     multiple=True,
     metavar="DSN",
-    help="Connection string or URL; repeat it for several databases. User and password in it are for"
-    " /metrics [default: PGQUE_DSN, then the PG* variables].",
+    help="Connection string or URL; repeat it for several databases. Only /metrics uses its user and"
+    " password [default: PGQUE_DSN, then the PG* variables].",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option(
@@ -45,8 +45,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--metrics-token-file",
     type=_FILE,
-    help="File with the bearer token that /metrics asks for [default: PGQUE_METRICS_TOKEN; without one, only"
-    " this machine gets an answer].",
+    help="File with the bearer token that /metrics requires [default: PGQUE_METRICS_TOKEN; without a token,"
+    " /metrics answers only this machine].",
 )
 @click.option(
     "--insecure", is_flag=True, help="Listen beyond this machine without TLS, for example behind a proxy."

@@ -491,7 +491,7 @@ class Queue(Frame):
         if await self.app.push_screen_wait(
             Question(
                 f"Requeue {plural(dead, 'dead letter')} of queue {self.queue}{why}?"
-                " The consumers that failed them receive them again."
+                " They are redelivered to the consumers that failed them."
             )
         ):
             await self.state.requeue(self.queue, dead, reason)

@@ -135,7 +135,7 @@ class Change:
         if page.form.get("seen") not in ("", self._mark(page)):
             raise PgqueBadArgumentError(
                 f"{self._named(page, '{' + self.about[-1] + '}')} was changed since this form was opened",
-                hint="Nothing was changed now. Open the form again, to see what it has become.",
+                hint="Nothing was changed. Open the form again to see the present values.",
             )
         for one in self.fields:
             if one.needed and not page.form.get(one.name):

@@ -483,8 +483,8 @@ CHANGES = (
         _unsubscribed,
         _to_queue,
         about=("queue", "consumer"),
-        text="The consumer is removed with its position, its workers and its retries. What is pending is not"
-        " delivered to it, also if it subscribes again. Dead letters stay.",
+        text="The consumer is removed with its position, its workers and its retries. Its pending"
+        " messages are not delivered to it, also if it subscribes again. Dead letters stay.",
         facts=_lost_with_consumer,
         danger=True,
     ),

@@ -46,7 +46,7 @@ _LISTED: LiteralString = (
 _CHOSEN: LiteralString = "select d.dl_id " + _INSPECTED + " order by d.dl_id"
 
 VERBS = {
-    "requeue": ("Requeue", "requeued", "Only the consumer that failed them receives them again."),
+    "requeue": ("Requeue", "requeued", "They are redelivered only to the consumer that failed them."),
     "replay": ("Replay", "replayed", "They are sent as new messages to every consumer of the queue."),
     "delete": ("Delete", "deleted", "They cannot be requeued. Held ones are deleted too."),
 }

@@ -55,7 +55,7 @@ class Search:
         self.window = LONG_WINDOW if page.form.get("longer") else WINDOW
         self.found: dict[tuple[Any, ...], Row] = {}
         self.looked = 0  # queues
-        self.since: Any = None  # all messages that were sent later were looked at, in these queues
+        self.since: Any = None  # all messages that were sent later were searched, in these queues
         self.partly: list[str] = []  # queues whose older dead letters or archive took too long
 
     @property

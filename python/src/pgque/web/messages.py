@@ -134,7 +134,7 @@ _DEEDS: dict[str, tuple[str, LiteralString, str, str, str]] = {
     "retry": (
         "Retry now",
         "select pgque.retry_now(%(queue)s, %(consumer)s, %(id)s)",
-        "The message can be received at once, instead of at the end of its wait.",
+        "The message is redelivered at once, without the rest of its delay.",
         "is due now",
         "is not in state retry",
     ),
@@ -142,7 +142,7 @@ _DEEDS: dict[str, tuple[str, LiteralString, str, str, str]] = {
         "Release the lease",
         "select pgque.reclaim(%(queue)s, %(consumer)s, msg_id => %(id)s)",
         "Another worker may receive the message at once, although this worker may still work on it."
-        " Its outcome for this delivery does not count. The rest of its batch stays with it.",
+        " The outcome of this worker does not count. It keeps the rest of its batch.",
         "was released and is redelivered at once",
         "is with no worker",
     ),
@@ -236,7 +236,7 @@ def edit(page: Page) -> Response:
     except PgqueError as error:
         return _edit_form(page, letter, str(error))
     return page.done(
-        f"Message {number} was edited and requeued. The archive has it as it was.",
+        f"Message {number} was edited and requeued. The archive keeps the original.",
         "/message",
         queue=name,
         id=number,
@@ -289,7 +289,8 @@ def ask_cancel(page: Page) -> Response:
         title=f"Cancel message {number}?",
         facts=states,
         text="It is no longer delivered to any consumer. If a worker has it, its handler runs on, and the"
-        " outcome does not count. Streams and others who read by offsets still see it. It cannot be undone.",
+        " outcome does not count. Streams of Spark and other readers by offset still see it."
+        " This cannot be undone.",
         sql=page.sql(*_cancel(name, number)),
         action="/message/cancel",
         fields=[("queue", name), ("id", number)],

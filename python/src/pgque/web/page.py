@@ -216,7 +216,7 @@ class Page:
             raise PgqueTickNotFoundError(
                 f"queue {queue} was created again or loaded from a dump since this page was shown",
                 sqlstate="PQ015",
-                hint="Nothing was changed. Look at the queue as it is now, and begin again.",
+                hint="Nothing was changed. Open the queue again to see its present state.",
             )
 
     # -- queries ---------------------------------------------------------------

@@ -264,7 +264,7 @@ class Site(Shared):
         return self._error(request, error)
 
     async def _refused(self, request: Request, error: HTTPException) -> Response:
-        texts = {404: "There is no such page.", 405: "This address takes no such request."}
+        texts = {404: "There is no such page.", 405: "This address does not accept this kind of request."}
         return rendered(
             self,
             request,
