@@ -184,7 +184,7 @@ def _states(client: PgqueClient) -> dict[str, tuple[str, str]]:
 @dsn_option
 @length_option("--wait", "How long to wait for the first tick.", default="90s")
 def start(dsn: str, wait: timedelta) -> None:
-    """Have pg_cron run the ticker, and wait until it ticks.
+    """Start the ticker in pg_cron, and wait until it ticks.
 
     The exit code is 3 when nothing ticks in that time.
     """

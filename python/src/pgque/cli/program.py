@@ -81,7 +81,7 @@ class _Group(click.Group):
             if sys.stderr is not None:
                 try:
                     sys.stderr.flush()
-                except OSError:  # its terminal is gone
+                except OSError:  # its terminal was closed
                     _discard(sys.stderr)
 
 

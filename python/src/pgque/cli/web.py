@@ -93,7 +93,7 @@ def web(
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stderr)
 
     class Server(uvicorn.Server):
-        """Tell the address once it can be opened."""
+        """A server that prints its address once it can be opened."""
 
         async def startup(self, *args: object, **options: object) -> None:
             if tls_cert:  # asyncio waits a minute for a client that does not begin TLS, and counts it nowhere

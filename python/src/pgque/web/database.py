@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgque.web")
 
 # The settings of one transaction. A setting of the session would stay with a pooler's session, where it would
-# refuse other clients' sends. A role or a database that is read only by a setting of its own stays so. JIT is
+# refuse other clients' sends. A role or a database that is read only by its own setting stays so. JIT is
 # off: the planner expects many rows of functions and of tables that were never analyzed. It would compile the
 # page's queries, which takes longer than they do.
 _SETTINGS = (
@@ -52,7 +52,7 @@ _SERVER: LiteralString = (
 
 Parameters: TypeAlias = Sequence[object] | Mapping[str, object]
 
-SHARE = 8  # of the server's max_connections, the page uses one part of so many
+SHARE = 8  # the page uses one part in this many of the server's max_connections
 LEAST = 4  # connections of the page where that is less
 OF_SESSION = 3  # connections of one session
 POOL_WAIT = 5.0  # seconds that a request waits for a connection

@@ -36,7 +36,7 @@ SEARCH = 700  # milliseconds after which the searches of a page are stopped
 SHOWN = 1_000  # characters of a payload that a list reads, to skip what all of them share
 END = 2**63 - 1  # an id above all others
 MOST_EXPORTED = 10_000  # rows of a list that is a file
-LONG_SEARCH = 9_000  # milliseconds, for those who want to wait
+LONG_SEARCH = 9_000  # milliseconds, for a longer search
 RIGHTS_KEPT = 60.0  # seconds that what a role may do with a queue is believed
 STREAMS_KEPT = 30.0  # seconds for which it is remembered whether there are streams
 

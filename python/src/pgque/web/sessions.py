@@ -19,7 +19,7 @@ ATTEMPTS = 5  # failed logins of one address as one role, and then
 ATTEMPTS_OF_ADDRESS = 30  # of one address as any role, and
 ATTEMPTS_AS_ROLE = 100  # of all addresses as one role, within
 ATTEMPTS_WITHIN = 300.0  # seconds
-LOGINS = 8  # to one database at once: more would take connections and threads from who is logged in
+LOGINS = 8  # to one database at once: more would take connections and threads from users who are logged in
 MOST_FLASHES = 20
 MOST_FORMS = 1000  # that a session remembers
 

@@ -68,7 +68,7 @@ def form(page: Page, name: str, rows: list[Row] | None = None) -> dict[str, Any]
     return {
         "groups": groups,
         "opened": {title for title, kept in groups.items() if any(row["error"] for row in kept)} | {CHANGED},
-        # max_consumers limits those who administer this queue alone
+        # max_consumers limits roles that administer this queue alone
         "fixed": () if page.role["admin"] else ("max_consumers",),
         "may_set": page.may_change("admin", name),
     }

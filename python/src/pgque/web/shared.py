@@ -17,7 +17,7 @@ from .samples import Samples
 from .sessions import Attempts, Session, Sessions, Signer
 
 COOKIE = "pgque_session"
-LOGIN_COOKIE = "pgque_login"  # of somebody who has no session yet, for the CSRF token of the form
+LOGIN_COOKIE = "pgque_login"  # of a user who has no session yet, for the CSRF token of the form
 LIVE = "pgque-live"  # the header of requests that the script makes to keep a page up to date
 
 

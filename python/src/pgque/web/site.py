@@ -58,7 +58,7 @@ from .shared import COOKIE, LOGIN_COOKIE, Shared
 
 log = logging.getLogger("pgque.web")
 
-MOST_LOGIN_BYTES = 10_000  # of a form of somebody who is not logged in
+MOST_LOGIN_BYTES = 10_000  # of a form of a user who is not logged in
 BODY_TIMEOUT = 10  # seconds for the whole body of a request
 
 Handler = Callable[[Page], Response]
@@ -188,7 +188,7 @@ class Site(Shared):
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 
-    # -- pages for those who are logged in ---------------------------------------
+    # -- pages for users who are logged in ----------------------------------------
 
     def _reading(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
