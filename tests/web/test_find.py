@@ -268,7 +268,7 @@ def test_a_dead_letter_is_edited_and_requeued_and_the_archive_keeps_the_original
     form = {"queue": queue, "dl_id": letters[ids[1]], "type": "kind", "kind": "json"}
     shown = b.get("/message/edit", queue=queue, dl_id=letters[ids[1]])
     assert 'value="json" selected' in shown.text
-    assert "kept in the archive, with outcome edited" in text(shown)
+    assert "The archive keeps the original, with outcome edited" in text(shown)
     # What is wrong is said in the form, which keeps what was typed; nothing was changed.
     page = b.post("/message/edit", 400, **form, payload="{not json", headers="{}")
     assert "{not json" in page.text
