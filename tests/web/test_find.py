@@ -268,7 +268,7 @@ def test_a_dead_letter_is_edited_and_requeued_and_the_archive_keeps_the_original
     form = {"queue": queue, "dl_id": letters[ids[1]], "type": "kind", "kind": "json"}
     shown = b.get("/message/edit", queue=queue, dl_id=letters[ids[1]])
     assert 'value="json" selected' in shown.text
-    assert "kept in the archive, with outcome edited" in text(shown)
+    assert "The archive keeps the original, with outcome edited" in text(shown)
     # What is wrong is said in the form, which keeps what was typed; nothing was changed.
     page = b.post("/message/edit", 400, **form, payload="{not json", headers="{}")
     assert "{not json" in page.text
@@ -384,7 +384,7 @@ def test_a_message_is_found_in_all_queues_by_id_key_type_and_text_in_every_state
     )
     assert found("no such thing") == []
     page = text(b.get("/search", q="no such thing"))
-    assert "No message was found. Looked at the newest 20,000 ids of 2 of 2 queues." in page
+    assert "No message was found. Searched the newest 20,000 ids of 2 of 2 queues." in page
     assert "the next 2,000 messages" in page
     # The field is on every page, and begins with the queue that is shown.
     assert f'name="of" value="{one}"' in b.get("/messages", queue=one).text

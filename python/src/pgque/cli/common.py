@@ -1,4 +1,4 @@
-"""What the commands have in common: options, input, and how text and rows are printed."""
+"""Parts that the commands share: options, input, and the printing of text and rows."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def read_input() -> str:
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Return text with the characters escaped that a terminal would obey, but for those to `keep`."""
+    """Return text in which characters that a terminal would obey are escaped, except those to `keep`."""
 
     def escaped(match: re.Match[str]) -> str:
         return match[0] if match[0] in keep else match[0].encode("unicode_escape").decode()
@@ -307,7 +307,7 @@ def _cell(value: object) -> str:
         return dump(value)
     if isinstance(value, bytes):
         return f"\\x{value.hex()}"
-    # What the locale lacks is escaped before the widths are counted.
+    # Characters that the locale lacks are escaped before the widths are counted.
     return visible(str(value)).encode(_encoding(), "backslashreplace").decode(_encoding())
 
 

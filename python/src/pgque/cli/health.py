@@ -34,7 +34,7 @@ _STATEMENT = re.compile(
     rf" (?:[^;.,']|\.\w|{_LITERAL})*"
     r"|revoke (?:[^;\"]|\"(?:[^\"]|\"\")*\")*)"
 )
-# What pgque has a command for; {0} and so on are the arguments. All else is for psql.
+# Functions that have a command of pgque; {0} and so on are the arguments. All others are for psql.
 _COMMANDS = {
     "start": "start",
     "status": "status",
@@ -49,7 +49,7 @@ _COMMANDS = {
 
 
 def _argument(literal: str) -> str:
-    """Return what an SQL literal stands for."""
+    """Return the value of an SQL literal."""
     text = literal.strip()
     escaped = text.startswith("E")
     text = text.removeprefix("E").removeprefix("'").removesuffix("'").replace("''", "'")
@@ -184,7 +184,7 @@ def _states(client: PgqueClient) -> dict[str, tuple[str, str]]:
 @dsn_option
 @length_option("--wait", "How long to wait for the first tick.", default="90s")
 def start(dsn: str, wait: timedelta) -> None:
-    """Have pg_cron run the ticker, and wait until it ticks.
+    """Start the ticker in pg_cron, and wait until it ticks.
 
     The exit code is 3 when nothing ticks in that time.
     """

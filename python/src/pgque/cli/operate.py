@@ -30,8 +30,8 @@ from .common import (
 @click.argument("queue")
 @click.option(
     "--force", is_flag=True,
-    help="Even if it has consumers, delayed messages, retries or dead letters, or takes those of another"
-    " queue.",
+    help="Drop it even if it has consumers, delayed messages, retries or dead letters, or takes dead letters"
+    " of another queue.",
 )  # fmt: skip
 def drop(dsn: str, queue: str, force: bool) -> None:
     """Drop a queue."""
@@ -237,7 +237,7 @@ def cancel(dsn: str, queue: str, msg_id: int, consumer: str | None, yes: bool) -
 @click.option("--key", help="Only the pending message with this key.")
 @yes_option
 def purge(dsn: str, queue: str, key: str | None, yes: bool) -> None:
-    """Remove the messages of a queue, those in flight, delayed and to be retried too."""
+    """Remove all messages of a queue, also leased and delayed ones and retries."""
     confirm(f"Remove messages of {queue}?", yes)
     with connect(dsn) as client:
         count = client.admin.purge(queue) if key is None else client.messages.purge_key(queue, key)
@@ -288,9 +288,9 @@ def share(dsn: str, queue: str, consumer: str) -> None:
 @click.argument("consumer")
 @click.argument("limit", metavar="LIMIT|none")
 def key_concurrency(dsn: str, queue: str, consumer: str, limit: str) -> None:
-    """Set how many messages of one key the workers of a consumer have at a time.
+    """Set how many messages of one key all workers of a consumer may have at a time.
 
-    With 1 they get them in order. "none" removes the limit.
+    With 1, the messages of a key are delivered in order. "none" removes the limit.
     """
     most = None if limit == "none" else click.IntRange(min=1)(limit)
     with connect(dsn) as client:
@@ -344,7 +344,7 @@ def poison_list(dsn: str, as_json: bool, limit: int, queue: str) -> None:
 @dsn_option
 @click.argument("queue")
 def poison_archive(dsn: str, queue: str) -> None:
-    """Move the dead letters among them to the archive."""
+    """Move dead letters that may have killed their workers to the archive."""
     with connect(dsn) as client:
         echo(f"{client.dlq.archive_poison(queue)} archived")
 

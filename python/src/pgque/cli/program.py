@@ -81,7 +81,7 @@ class _Group(click.Group):
             if sys.stderr is not None:
                 try:
                     sys.stderr.flush()
-                except OSError:  # its terminal is gone
+                except OSError:  # its terminal was closed
                     _discard(sys.stderr)
 
 
@@ -154,8 +154,8 @@ def uninstall(dsn: str, yes: bool) -> None:
 def ticker(dsn: str, quiet: bool, systemd_unit: bool) -> None:
     """Tick all queues and do the maintenance, until SIGTERM or SIGINT.
 
-    Needed where no pg_cron does it. It reconnects after faults; several at once do no harm. On a standby it
-    says so, and waits for the promotion.
+    Run it for a database without pg_cron. It reconnects after faults, and several at once do no harm. On a
+    standby it waits for the promotion.
     """
     if systemd_unit:
         echo(unit(dsn).rstrip())

@@ -59,9 +59,7 @@ def _print(overview: Overview) -> None:
 
 @click.command()
 @dsn_option
-@length_option(
-    "--interval", "Time between two refreshes, at least 1s. A busy server is asked less often.", "5s"
-)
+@length_option("--interval", "Time between two refreshes, at least 1s; longer after a slow answer.", "5s")
 @click.option("--read-only", is_flag=True, help="Offer no change, and have the database refuse it.")
 @click.option("--once", is_flag=True, help="Print one frame as text, and exit.")
 def top(dsn: str, interval: timedelta, read_only: bool, once: bool) -> None:

@@ -23,8 +23,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "dsns",
     multiple=True,
     metavar="DSN",
-    help="Connection string or URL; repeat it for several databases. User and password in it are for"
-    " /metrics [default: PGQUE_DSN, then the PG* variables].",
+    help="Connection string or URL; repeat it for several databases. Only /metrics uses its user and"
+    " password [default: PGQUE_DSN, then the PG* variables].",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option(
@@ -45,8 +45,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--metrics-token-file",
     type=_FILE,
-    help="File with the bearer token that /metrics asks for [default: PGQUE_METRICS_TOKEN; without one, only"
-    " this machine gets an answer].",
+    help="File with the bearer token that /metrics requires [default: PGQUE_METRICS_TOKEN; without a token,"
+    " /metrics answers only this machine].",
 )
 @click.option(
     "--insecure", is_flag=True, help="Listen beyond this machine without TLS, for example behind a proxy."
@@ -93,7 +93,7 @@ def web(
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stderr)
 
     class Server(uvicorn.Server):
-        """Tell the address once it can be opened."""
+        """A server that prints its address once it can be opened."""
 
         async def startup(self, *args: object, **options: object) -> None:
             if tls_cert:  # asyncio waits a minute for a client that does not begin TLS, and counts it nowhere

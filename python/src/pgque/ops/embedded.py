@@ -360,7 +360,7 @@ class Server:
             )
 
     def _watch(self) -> None:
-        """Have the server stopped when this process is gone, however it ended."""
+        """Have the server stopped when this process has ended, also if it was killed."""
         if self._process is not None:
             self._watcher = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCHER, "pgque", str(self._process.pid), self._data_dir, self._home],
@@ -487,7 +487,7 @@ def _account() -> _Account | None:
 
 
 def _check_name() -> None:
-    """Raise EmbeddedServerError where this process's user has no name, which initdb asks for."""
+    """Raise EmbeddedServerError if this process's user has no name, which initdb needs."""
     uid = os.geteuid()
     try:
         pwd.getpwuid(uid)
@@ -579,7 +579,7 @@ def _children(parent: int) -> list[int]:
 
 
 def _works_in(pid: int, folder: Path) -> bool:
-    """Tell whether the process is there and its working directory is this folder."""
+    """Return True if the process exists and its working directory is this folder."""
     try:
         return Path(f"/proc/{pid}/cwd").resolve(strict=True) == folder.resolve()
     except OSError:
@@ -607,7 +607,7 @@ def _lib_dirs(bindir: Path) -> Iterator[Path]:
 
 
 def _reachable(path: Path, account: _Account) -> bool:
-    """Tell whether the account may run the program, or enter the folder, judged by the modes on the way."""
+    """Return True if the modes on the way let the account run the program, or enter the folder."""
     for step in (path, *path.parents):
         try:
             info = step.stat()

@@ -75,9 +75,9 @@ _QUEUE, _CONSUMER = ("queue",), ("queue", "consumer")
 # Names, labels and help of the families. Those that pgque.metrics() has beyond these get their labels from
 # the first row.
 _FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
-    "pgque_up": ((), "Whether the last read of the database succeeded."),
+    "pgque_up": ((), "1 if the last read of the database succeeded, else 0."),
     "pgque_read_duration_seconds": ((), "Time that the last read of the database took."),
-    "pgque_read_timestamp_seconds": ((), "When the last read of the database began, in Unix time."),
+    "pgque_read_timestamp_seconds": ((), "Start of the last read of the database, in Unix time."),
     "pgque_health_status": (
         ("queue", "check"),
         "Result of a check of pgque.health(): 0 is ok, 1 a warning, 2 a failure.",
@@ -98,7 +98,7 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "pgque_queue_dead_letters": (_QUEUE, "Dead letters of the queue."),
     "pgque_queue_consumers": (_QUEUE, "Consumers of the queue."),
-    "pgque_queue_paused": (_QUEUE, "Whether the queue is paused: send is refused."),
+    "pgque_queue_paused": (_QUEUE, "1 if the queue is paused, so that send is refused, else 0."),
     "pgque_queue_depth": (_QUEUE, "Messages that the slowest consumer has not finished, at most."),
     "pgque_queue_max_depth": (_QUEUE, "Setting max_depth: pending messages at which send is refused."),
     "pgque_queue_retention_seconds": (
@@ -106,7 +106,7 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
         "Setting retention_period: age at which consumers lose pending messages.",
     ),
     "pgque_messages_in_flight": (_CONSUMER, "Messages that workers have leased."),
-    "pgque_messages_redelivered_total": (_CONSUMER, "Messages that were delivered again."),
+    "pgque_messages_redelivered_total": (_CONSUMER, "Messages that were redelivered."),
     "pgque_messages_expired_total": (_CONSUMER, "Messages that expired before they were delivered."),
     "pgque_messages_dropped_total": (_CONSUMER, "Messages that were given up and deleted (drop_policy)."),
     "pgque_messages_forwarded_total": (_CONSUMER, "Dead letters that were forwarded (dead_letter_queue)."),
@@ -115,7 +115,7 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
     "pgque_consumer_last_seen_seconds": (_CONSUMER, "Time since the consumer last received or acknowledged."),
     "pgque_consumer_pending_events": (_CONSUMER, "Messages that the consumer has not finished."),
     "pgque_consumer_skipped_events_total": (_CONSUMER, "Messages that the consumer lost to retention."),
-    "pgque_consumer_open_batch": (_CONSUMER, "Whether the consumer has an open batch."),
+    "pgque_consumer_open_batch": (_CONSUMER, "1 if the consumer has an open batch, else 0."),
 }
 
 
@@ -140,7 +140,7 @@ def _families(figures: Iterable[_Figure]) -> list[Family]:
 
 
 class _Given(Collector):
-    """A collector of families that are there already."""
+    """A collector of families that were read before."""
 
     def __init__(self, families: list[Family]) -> None:
         self._families = families
@@ -248,7 +248,7 @@ class Exporter(Collector):
         return self._last
 
     def text(self) -> bytes:
-        """Return what `collect` returns, as Prometheus reads it."""
+        """Return the figures of `collect` as the text that Prometheus reads."""
         self.collect()
         figures, known = self._last, self._text
         if known is None or known[0] is not figures:
@@ -311,7 +311,7 @@ class Exporter(Collector):
         self._pinged_at = time.monotonic()
 
     def _try(self, read: Callable[[psycopg.Connection[object]], T]) -> T:
-        """Read, once more where the connection had been lost since the last read."""
+        """Read, and read again if the connection was lost since the last read."""
         was_connected = self._client is not None
         try:
             return self._once(read)
@@ -339,14 +339,14 @@ class Exporter(Collector):
 
 
 class _Client:
-    """What the server knows of a connection."""
+    """The time limit of a connection."""
 
     def __init__(self, is_refused: bool) -> None:
         self.is_refused = is_refused
         self.give(_REQUEST_TIMEOUT)
 
     def give(self, seconds: float) -> None:
-        """Give it so many seconds from now on."""
+        """Give the client this many seconds from now on."""
         self.deadline = time.monotonic() + seconds
 
 
@@ -393,7 +393,7 @@ class _Server(ThreadingHTTPServer):
                 request.shutdown(SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Log what a client that went away leaves behind."""
+        """Log the error of a client that went away."""
         log.info("a request of %s failed", client_address, exc_info=True)
 
 

@@ -1,4 +1,4 @@
-"""What the overview shows, on the web page and in the terminal: what is wrong, and figures of the queues."""
+"""The overview of the web page and the terminal: problems, and figures of the queues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REMEMBERED = 60.0  # seconds over which rates are calculated
 
 STATES = ("fail", "warn", "ok")
 
-# Who asks, and what this role may see and change.
+# The role of the session, and its rights.
 ROLE_QUERY: LiteralString = """
 select current_user::text as name, pgque.version() as version,
   pg_catalog.pg_is_in_recovery() or exists (
@@ -35,7 +35,7 @@ from (values ('pgque_reader'::name, 'pgque_writer'::name, 'pgque_admin'::name)) 
 # Of all queues that the role has a right to, or of one. Each takes `most`, how many rows it may return.
 OVERVIEW_QUERY: LiteralString = "select o.* from pgque.overview() as o limit %(most)s"
 ONE_QUERY: LiteralString = "select o.* from pgque.overview(%(queue)s) as o limit %(most)s"
-# What is known without the checks, if they take too long.
+# Figures that need no checks, for the case that the checks take too long.
 QUEUES_QUERY: LiteralString = (
     "select i.queue_name as queue, i.queue_paused as paused, i.ev_per_sec"
     " from pgque.get_queue_info() as i limit %(most)s"
@@ -76,7 +76,7 @@ class Totals:
 
 @dataclass(slots=True)
 class Figures:
-    """What the overview knows of one queue; None is unknown to this role."""
+    """The figures of one queue; None is unknown to this role."""
 
     name: str
     paused: bool
@@ -94,13 +94,13 @@ class Figures:
 
     @property
     def state(self) -> str:
-        """fail, warn or ok, by the worst check."""
+        """Return the status of the worst check: fail, warn or ok."""
         found = {row["status"] for row in self.problems}
         return "fail" if "fail" in found else "warn" if "warn" in found else "ok"
 
 
 def read(rows: Iterable[Row]) -> tuple[list[Row], dict[str, Figures]]:
-    """Return what is wrong, the worst first, and the queues by name, of rows of OVERVIEW_QUERY."""
+    """Return the problems, the worst first, and the queues by name, from rows of OVERVIEW_QUERY."""
     problems: list[Row] = []
     queues: dict[str, Figures] = {}
     for row in rows:
@@ -130,7 +130,7 @@ def read(rows: Iterable[Row]) -> tuple[list[Row], dict[str, Figures]]:
 
 
 def worst_first(problem: Row) -> tuple[bool, bool, str, str]:
-    """Return what problems are sorted by: failed checks first, and those of the server before a queue's."""
+    """Return a sort key for problems: failed checks first, and those of the server before a queue's."""
     return (
         problem["status"] != "fail",
         problem["queue"] is not None,
@@ -140,7 +140,7 @@ def worst_first(problem: Row) -> tuple[bool, bool, str, str]:
 
 
 def totals(queues: Collection[Figures]) -> Totals:
-    """Return what all these queues have together."""
+    """Return the sums of the figures of these queues."""
 
     def known(name: str) -> list[float]:
         return [value for queue in queues if (value := getattr(queue, name)) is not None]
@@ -170,7 +170,7 @@ def add_rates(queues: Iterable[Figures], earlier: Counts, seconds: float) -> Non
 
 
 class History:
-    """Counts of the last minute, from which the rates of what leaves are calculated. For one thread."""
+    """Counts of the last minute, from which the rates of finished messages are calculated. For one thread."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[float, Counts]] = []

@@ -1,4 +1,4 @@
-"""What the checks of `health()` are about, and where each is mended: for the web page and the terminal."""
+"""Kinds of problems that `health()` finds, and the page that mends each, for web page and terminal."""
 
 from __future__ import annotations
 
@@ -82,17 +82,17 @@ class Group:
 
     @property
     def status(self) -> str:
-        """fail or warn, by the worst problem."""
+        """Return the status of the worst problem: fail or warn."""
         return "fail" if any(row["status"] == "fail" for row in self.problems) else "warn"
 
     @property
     def queues(self) -> int:
-        """How many queues have problems of this kind; 0 if it is one of the server."""
+        """Return how many queues have problems of this kind; 0 for a problem of the server."""
         return len({row["queue"] for row in self.problems} - {None})
 
     @property
     def title(self) -> str:
-        """The kind, and how many queues have it."""
+        """Return the title of the kind, with the number of queues."""
         count = f" in {self.queues:,} queues" if self.queues > 1 else ""
         return f"{self.kind.title}{count}"
 

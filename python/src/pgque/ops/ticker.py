@@ -1,4 +1,4 @@
-"""Run the ticker from outside the server, where there is no pg_cron."""
+"""Run the ticker from outside the server, for databases without pg_cron."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("pgque.ticker")
 # Seconds that each call of `ticker_loop` runs, so that a silent network is noticed soon after.
 _RUN = 10.0
 
-# One that comes back within so many seconds was told to stop.
+# A call of `ticker_loop` that ends within this many seconds was stopped: the next one waits for as long.
 _MIN_RUN = 1.0
 
 # Longest pause between attempts to reach the database, in seconds.

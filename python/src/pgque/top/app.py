@@ -22,8 +22,8 @@ from .screens import Frame, Queues
 from .source import Source
 from .state import State
 
-GRACE = 2.0  # seconds for an end in good order, after a signal or when the terminal is gone
-LOOK_AFTER = 0.5  # seconds after which the terminal is looked at again
+GRACE = 2.0  # seconds for an end in good order, after a signal or when the terminal was closed
+LOOK_AFTER = 0.5  # seconds after which the terminal is checked again
 
 # Leaves the other screen and its modes, and shows the cursor.
 _RESTORE = (

@@ -27,7 +27,7 @@ MOST_PROBLEMS = 5  # lines above the table
 MOST_OF_NAME = 24  # characters of a queue's name in a problem, so that the figures behind it have room
 SCROLLBAR = 2  # characters
 
-# What a table shows of a row: its key, and the texts.
+# A row as a table shows it: its key, and the texts.
 _Row: TypeAlias = Callable[[Row], tuple[str, list[str]]]
 
 COLOURS = {"fail": "bold red", "warn": "yellow", "paused": "cyan"}
@@ -491,7 +491,7 @@ class Queue(Frame):
         if await self.app.push_screen_wait(
             Question(
                 f"Requeue {plural(dead, 'dead letter')} of queue {self.queue}{why}?"
-                " The consumers that failed them receive them again."
+                " They are redelivered to the consumers that failed them."
             )
         ):
             await self.state.requeue(self.queue, dead, reason)
@@ -530,7 +530,7 @@ def _reason(row: Row) -> tuple[str, list[str]]:
 
 
 class Problems(Frame):
-    """What is wrong, with what to do."""
+    """The screen of all problems, with the advice for each."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Back")]
 

@@ -1,4 +1,4 @@
-"""What `pgque top` reads and changes: one connection, opened again after it was lost."""
+"""The queries and changes of `pgque top`, on one connection, which is opened again after it was lost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CLOSED_WITHIN = 2.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What is wrong, and all queues that the role may see."""
+    """The problems, and all queues that the role may see."""
 
     problems: Sequence[Row] = ()
     queues: Mapping[str, Figures] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Overview:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a queue is opened for; an error stands in place of what could not be read."""
+    """The details of an open queue; an error stands in place of rows that could not be read."""
 
     queue: str
     consumers: list[Row] | PgqueError
@@ -90,12 +90,12 @@ class Source:
 
     @property
     def writable(self) -> bool:
-        """Whether anything can be changed at all."""
+        """Return True if changes are possible: neither the program nor the server is read only."""
         return not (self._read_only or self.role.get("standby"))
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection, as far as is known."""
+        """Return True if there is a connection that is not known to be lost."""
         return self._client is not None and not self._client.conn.closed
 
     async def connect(self) -> None:
@@ -151,7 +151,7 @@ class Source:
     # -- one question --------------------------------------------------------------
 
     async def _ask(self, question: Callable[[AsyncPgqueClient], Awaitable[T]]) -> T:
-        """Return the answer. Whoever stops waiting for it does not cut it off: `close` does."""
+        """Return the answer. A caller that stops waiting does not cancel the question; `close` does."""
 
         async def answered() -> T:
             async with self._turn:

@@ -1,4 +1,4 @@
-"""What the screens of `pgque top` show: the last answers of the database, and what was done."""
+"""The state of the screens of `pgque top`: the last answers of the database, and the last change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class State:
 
     @property
     def figures(self) -> Figures | None:
-        """What the overview knows of the queue that is open."""
+        """Return the figures of the open queue, or None."""
         return self.overview.queues.get(self.queue or "")
 
     def status(self) -> tuple[str, bool]:
@@ -49,7 +49,7 @@ class State:
         return self._said if time.monotonic() - self._said_at < SAID_FOR else ("", False)
 
     def open(self, queue: str | None) -> None:
-        """Read what a queue is opened for from now on, or no longer."""
+        """Open a queue, so that its details are read from now on; None closes it."""
         self.queue, self.opened = queue, None
         self._wake.set()
 

@@ -1,6 +1,6 @@
-"""The web page: `pgque web`, and `app()` to mount it in an ASGI application of one's own.
+"""Serve the web page: `pgque web`, or `app()` to mount it in your own ASGI application.
 
-It needs `pip install './python[web]'`. Everybody logs in as a PostgreSQL role, and every query runs with the
+It needs `pip install './python[web]'`. Each user logs in as a PostgreSQL role, and every query runs with the
 rights of that role.
 """
 
@@ -26,13 +26,18 @@ def app(
 ) -> ASGIApp:
     """Return the web page of one or several databases as an ASGI application.
 
-    `dsn` names host, port and database. User and password in it are used by /metrics alone, since each
-    person logs in.
-    `path_prefix` is the path below which a proxy serves the page. Leave it out where the application is
-    mounted in another one. `read_only` refuses every change. `hide_payloads` shows neither payloads nor
-    headers. `metrics_token` is the bearer token that /metrics asks for; without one only this machine itself
-    gets an answer. `max_connections` is the most that all sessions together have to each database, by default
-    an eighth of the server's; half of them, at least 2, may be of one role.
+    Args:
+        dsn: names host, port and database, or several of them. Only /metrics uses its user and password,
+            because each user of the page logs in.
+        path_prefix: path below which a proxy serves the page. Leave it out if the application is mounted in
+            another one.
+        read_only: refuse every change.
+        hide_payloads: show neither payloads nor headers.
+        metrics_token: bearer token that /metrics requires. Without one, /metrics answers only requests of
+            this machine.
+        max_connections: most connections of all sessions together to each database, by default an eighth of
+            the server's. One role may have half of them, or 2.
+
     Raises PgqueBadArgumentError for a connection string that names no database, PgqueError without
     `pgque[web]`.
     """

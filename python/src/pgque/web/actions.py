@@ -1,4 +1,4 @@
-"""Who changed what by hand."""
+"""Changes that roles made by hand."""
 
 from __future__ import annotations
 

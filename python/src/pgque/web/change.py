@@ -113,7 +113,7 @@ class Change:
             return self._again(page, error)
 
     def run(self, page: Page) -> Response:
-        """Run the statement. What was refused shows the form again, with what was typed."""
+        """Run the statement. If PostgreSQL refuses it, show the form again, with the typed values."""
         try:
             self._check(page)
             if self.typed and page.form.get("typed") != page.form.need(self.typed):
@@ -135,7 +135,7 @@ class Change:
         if page.form.get("seen") not in ("", self._mark(page)):
             raise PgqueBadArgumentError(
                 f"{self._named(page, '{' + self.about[-1] + '}')} was changed since this form was opened",
-                hint="Nothing was changed now. Open the form again, to see what it has become.",
+                hint="Nothing was changed. Open the form again to see the present values.",
             )
         for one in self.fields:
             if one.needed and not page.form.get(one.name):
@@ -214,7 +214,7 @@ class Change:
 
 
 def detail_of(error: PgqueError) -> str:
-    """Return what PostgreSQL said beside the message, for example which check a value violates."""
+    """Return the detail of an error of PostgreSQL, for example which check a value violates."""
     diag = getattr(error.__cause__, "diag", None)
     return (diag.message_detail or "") if diag is not None else ""
 

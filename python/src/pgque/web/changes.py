@@ -31,7 +31,7 @@ FIRST = (
 
 
 def at_most(count: int) -> int | str:
-    """Return a count as it is said, if no more were counted."""
+    """Return a count as a text, with "or more" if it is the most that is counted."""
     return f"{MOST_COUNTED:,} or more" if count >= MOST_COUNTED else count
 
 
@@ -483,8 +483,8 @@ CHANGES = (
         _unsubscribed,
         _to_queue,
         about=("queue", "consumer"),
-        text="The consumer is removed with its position, its workers and its retries. What is pending is not"
-        " delivered to it, also if it subscribes again. Dead letters stay.",
+        text="The consumer is removed with its position, its workers and its retries. Its pending"
+        " messages are not delivered to it, also if it subscribes again. Dead letters stay.",
         facts=_lost_with_consumer,
         danger=True,
     ),

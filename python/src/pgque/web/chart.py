@@ -34,7 +34,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What the template needs to draw the picture."""
+    """A chart as the template draws it."""
 
     title: str
     bars: list[Bar]

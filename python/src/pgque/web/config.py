@@ -1,4 +1,4 @@
-"""What the web page is told when it starts."""
+"""Options of the web page."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgque.web")
 
 # The settings of one transaction. A setting of the session would stay with a pooler's session, where it would
-# refuse other clients' sends. A role or a database that is read only by a setting of its own stays so. JIT is
+# refuse other clients' sends. A role or a database that is read only by its own setting stays so. JIT is
 # off: the planner expects many rows of functions and of tables that were never analyzed. It would compile the
 # page's queries, which takes longer than they do.
 _SETTINGS = (
@@ -36,7 +36,7 @@ _SETTINGS = (
     " case when %s then pg_catalog.set_config('transaction_read_only', 'on', true) end"
 )
 
-# Whether the role of a connection could log in again, as far as a role may know: no password may be read.
+# Checks that the role of a connection may log in. Passwords cannot be checked, because no role may read them.
 _CAN_LOG_IN: LiteralString = (
     "select r.rolcanlogin and coalesce(r.rolvaliduntil > pg_catalog.now(), true) as allowed"
     " from pg_catalog.pg_roles as r where r.rolname = session_user"
@@ -52,7 +52,7 @@ _SERVER: LiteralString = (
 
 Parameters: TypeAlias = Sequence[object] | Mapping[str, object]
 
-SHARE = 8  # of the server's max_connections, the page uses one part of so many
+SHARE = 8  # the page uses one part in this many of the server's max_connections
 LEAST = 4  # connections of the page where that is less
 OF_SESSION = 3  # connections of one session
 POOL_WAIT = 5.0  # seconds that a request waits for a connection
@@ -61,7 +61,7 @@ POOL_IDLE = 60.0  # seconds after which an idle connection is closed
 POOL_CHECK = 1.0  # seconds in which it has to answer before it is lent; a silent one is replaced
 POOL_AGE = 300.0  # seconds after which the server is asked for the password again
 
-# What would let the page in with something else than the password that was typed.
+# Parameters with which libpq would log in without the password that was typed.
 _NOT_TAKEN = ("user", "password", "passfile", "sslcert", "sslkey", "sslpassword")
 
 # libpq does not pass on the SQLSTATE of a connection that failed, so the text tells 28P01 and 28000 from a
@@ -78,15 +78,15 @@ _UNREACHABLE = re.compile(
 
 
 class LoginRefusedError(Exception):
-    """Say why nobody is let in; the text is shown on the login page."""
+    """Report why a login was refused; the login page shows the text."""
 
 
 class WrongPasswordError(LoginRefusedError):
-    """Say that the server refused user and password: only this counts as a failed login."""
+    """Report that the server refused user and password: only this counts as a failed login."""
 
 
 class UnreachableError(LoginRefusedError):
-    """Say that the database cannot be reached, whatever the password is."""
+    """Report that the database cannot be reached, whatever the password is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Lender:
         return found
 
     def _next(self) -> _Waiting | None:
-        """Return who is next of those that may have a connection."""
+        """Return the request that gets the next connection, of those that may have one."""
         ready = [one for one in self._waiting if self._full(one) is None]
         # Of equals, min() returns the first one.
         return min(ready, key=lambda one: (self._of_role(one.owner), self._lent[one.owner]), default=None)
@@ -311,7 +311,7 @@ def _close(connections: Iterable[_Held]) -> None:
 
 
 class Connections:
-    """What one session has of the connections of the page: those of one role to one database."""
+    """The connections of one session: those of one role to one database."""
 
     def __init__(self, lender: Lender, conninfo: str, user: str, statement_timeout: int) -> None:
         self.user = user
@@ -390,7 +390,7 @@ def _refused(error: psycopg.Error) -> LoginRefusedError:
     """Return why a connection could not be had."""
     text = str(error)
     asked = bool(error.pgconn and error.pgconn.used_password)
-    # The text has the name that was typed, so it is looked at for a refused password first.
+    # A refused password comes first, because the text contains the name that was typed.
     if _REFUSED.search(text):
         return WrongPasswordError("Login failed. Check user and password.")
     if "permission denied for database" in text:
@@ -405,7 +405,7 @@ def log_in(lender: Lender, database: Database, user: str, password: str, timeout
 
     Raises LoginRefusedError, with a text that tells nobody whether the role exists.
     """
-    # libpq would look for an empty password in PGPASSWORD and in password files.
+    # For an empty password, libpq would take one from PGPASSWORD or a password file.
     if not user or not password or "\0" in user + password:
         raise WrongPasswordError("Login failed. Check user and password.")
     given: dict[str, Any] = {k: v for k, v in conninfo_to_dict(database.dsn).items() if k not in _NOT_TAKEN}

@@ -1,4 +1,4 @@
-"""Dead letters: by reason, one by one, and what is done with them."""
+"""Dead letters: by reason and one by one; requeue, replay and delete them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PER_PAGE = 50
 MOST_GROUPS = 50
 COUNTED = 10_000  # newest dead letters whose reasons are counted
 OLD_COUNTED = 100_000  # dead letters that are counted before old ones are deleted
-SOON = 3.0  # seconds within which the result is shown without a page of its own
+SOON = 3.0  # seconds within which the result is shown without a page for the job
 STATEMENT = 60  # seconds for one message of a job
 MOST_RUNNING = 2
 MOST_JOBS = 20
@@ -46,7 +46,7 @@ _LISTED: LiteralString = (
 _CHOSEN: LiteralString = "select d.dl_id " + _INSPECTED + " order by d.dl_id"
 
 VERBS = {
-    "requeue": ("Requeue", "requeued", "Only the consumer that failed them receives them again."),
+    "requeue": ("Requeue", "requeued", "They are redelivered only to the consumer that failed them."),
     "replay": ("Replay", "replayed", "They are sent as new messages to every consumer of the queue."),
     "delete": ("Delete", "deleted", "They cannot be requeued. Held ones are deleted too."),
 }
@@ -70,7 +70,7 @@ def _parameters(page: Page) -> dict[str, object]:
 
 
 def _groups(page: Page, name: str) -> list[Row]:
-    """Return how many dead letters there are for each reason. Who administers the queue shares them."""
+    """Return how many dead letters there are for each reason. Roles that administer the queue share them."""
 
     def taken() -> list[Row]:
         return page.rows(
@@ -158,7 +158,7 @@ def ask(page: Page) -> Response:
     count = f"{len(ids):,}{' or more' if everything and len(ids) == LOOKED else ''}"
     fields: list[tuple[str, object]] = [("queue", name), ("action", verb)]
     if everything:
-        # What dies from now on was not counted.
+        # A message that is given up from now on was not counted.
         fields += [("all", "1"), ("upto", ids[-1])]
     else:
         fields += [("id", one) for one in ids]
@@ -253,7 +253,7 @@ def _calls(page: Page, verb: str) -> Callable[[], AbstractContextManager[tuple[C
 
 
 def show_job(page: Page) -> Response:
-    """Show how far work on many messages is."""
+    """Show the progress of work on many messages."""
     job = page.session.jobs.get(page.form.get("key"))
     if job is None:
         page.session.flash("error", "This work is no longer known.")

@@ -24,7 +24,7 @@ CUT = 100_000  # characters, or bytes, of a payload
 KINDS = {"csv": "text/csv; charset=utf-8", "json": "application/json"}
 PAYLOADS = ("payload", "payload_bytes", "ev_data", "ev_bytes")
 
-# The next rows, at most so many, after the last one of those before; None if the search was stopped.
+# The next rows, at most this many, after the last row of the previous ones; None if the search was stopped.
 Next = Callable[[int, "Row | None"], "list[Row] | None"]
 
 

@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def show(page: Page) -> Response:
-    """Show poison messages, then retries by error, and those that failed most often."""
+    """Show poison messages, retries by error, and the messages that failed most often."""
     name = page.form.need("queue")
     longer = bool(page.form.get("longer"))
     waiting = page.search(

@@ -1,4 +1,4 @@
-"""What monitoring reads of the page: figures for Prometheus, and whether the database can be reached."""
+"""Addresses for monitoring: figures for Prometheus, and a check that the database can be reached."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .samples import Samples
 if TYPE_CHECKING:
     from ..ops.exporter import Exporter
 
-PING_KEPT = 2.0  # seconds for which one look at a server answers all
+PING_KEPT = 2.0  # seconds for which one check of a server answers all requests
 PING_TIMEOUT = 3  # seconds
 
-# A proxy adds them, and then the address of the client says nothing of who asks.
+# Headers that a proxy adds. With one of them, the address is the proxy's, not that of the client.
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")
 
 

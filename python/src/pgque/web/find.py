@@ -14,8 +14,8 @@ from .page import END, MOST_RIGHTS, Page, Row
 if TYPE_CHECKING:
     from typing_extensions import LiteralString
 
-WINDOW = 20_000  # newest ids of a queue that are looked at
-LONG_WINDOW = 1_000_000  # for those who want to wait
+WINDOW = 20_000  # newest ids of a queue that are searched
+LONG_WINDOW = 1_000_000  # in a longer search
 MOST_FOUND = 50
 LEAST = 50  # milliseconds for the dead letters or the archive of one queue
 FIELDS = ("key", "type", "text")
@@ -30,7 +30,7 @@ _LISTED: LiteralString = (
     f"select {_FOUND} from pgque.list_messages(%(queue)s, null, %(most)s, %(type)s, %(key)s,"
     " matching => %(text)s, after_id => %(after)s, before_id => %(before)s) as m"
 )
-# Those with an older id than the ones that are looked at
+# Those with an older id than the messages that are searched
 _DEAD: LiteralString = """
 select d.ev_id as msg_id, d.consumer_name, case when d.dl_held then 'failed' else 'dead' end as status,
   d.ev_type as type, d.ev_key as key, d.ev_time as created_at
@@ -45,7 +45,7 @@ from pgque.archive_list(%(queue)s, %(most)s, only_type => %(type)s, only_key => 
 
 
 class Search:
-    """A search over queues that ends when its time is used up, and knows how far it came."""
+    """A search in queues, which ends when its time is used up and keeps how far it came."""
 
     def __init__(self, page: Page, wanted: str) -> None:
         self.page = page
@@ -55,16 +55,16 @@ class Search:
         self.window = LONG_WINDOW if page.form.get("longer") else WINDOW
         self.found: dict[tuple[Any, ...], Row] = {}
         self.looked = 0  # queues
-        self.since: Any = None  # all messages that were sent later were looked at, in these queues
+        self.since: Any = None  # all messages that were sent later were searched, in these queues
         self.partly: list[str] = []  # queues whose older dead letters or archive took too long
 
     @property
     def full(self) -> bool:
-        """Whether enough was found."""
+        """Return True if enough was found."""
         return len(self.found) >= MOST_FOUND
 
     def run(self, queues: Iterable[Row]) -> None:
-        """Look into one queue after the other: for the id in all of them first, since that is cheap."""
+        """Search one queue after the other, first all of them for the id, because that is cheap."""
         rows = list(queues)
         if self.id is not None:
             for row in rows:
@@ -83,7 +83,7 @@ class Search:
             self.looked += 1
 
     def _keep(self, queue: str, by: str, rows: list[Row] | None) -> bool:
-        """Keep what was found; return whether the search was not stopped."""
+        """Keep the rows that were found. Return False if the search was stopped (None)."""
         for row in rows or []:
             if not self.full:
                 key = (queue, row["msg_id"], row["consumer_name"], row["status"])
@@ -103,7 +103,7 @@ class Search:
                 yield {**dict.fromkeys(FIELDS), field: self.wanted, "by": field}
 
     def _newest(self, queue: str) -> bool:
-        """Look at the newest messages of a queue, then at its older dead letters and archived messages."""
+        """Search the newest messages of a queue, then its older dead letters and archived messages."""
         asked: dict[str, object] = {**dict.fromkeys(FIELDS), "queue": queue, "most": 1}
         asked |= {"before": END, "after": 0}
         newest = self.page.search(_LISTED, asked)
@@ -127,7 +127,7 @@ class Search:
         return True
 
     def _next(self, queue: str) -> bool:
-        """Look at the next messages of a queue: others are for those who administer it."""
+        """Search the next messages of a queue: only roles that administer it may read others."""
         asked: dict[str, object] = {"queue": queue, "looked": LOOKED, "most": MOST_FOUND, "before": END}
         asked |= {"since": None, "until": None, "cut": 0}
         return all(
@@ -137,7 +137,7 @@ class Search:
 
 
 def show(page: Page) -> Response:
-    """Show the messages of all queues that have this id, key or type, or this text in them."""
+    """Show messages of all queues with this id, key or type, or with this text in them."""
     wanted, of = page.form.get("q").strip(), page.form.get("of")
     search = Search(page, wanted)
     queues = page.rows(

@@ -1,4 +1,4 @@
-"""Work on many messages that goes on while the page shows how far it is."""
+"""Work on many messages that goes on while the page shows its progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_FAILURES = 100  # that are kept with their reason
 
 @dataclass(slots=True)
 class Job:
-    """One call for each of many ids, in a thread. What fails is counted, and the first ones kept."""
+    """One call for each of many ids, in a thread. Failures are counted, and the first ones kept."""
 
     title: str
     back: str
@@ -34,7 +34,7 @@ class Job:
 
     @property
     def running(self) -> bool:
-        """Whether it goes on."""
+        """Return True while the work goes on."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, opened: Callable[[], AbstractContextManager[tuple[Call, More]]]) -> None:

@@ -19,7 +19,7 @@ from .sessions import Session
 
 log = logging.getLogger("pgque.web")
 
-MOST_USER = 200  # characters of a name that are looked at; a role's has at most 63 bytes
+MOST_USER = 200  # characters of a name that are read; a role's has at most 63 bytes
 LOGIN_WAIT = 10.0  # seconds that a login waits for others that run
 LOGIN_POLL = 0.05  # seconds between checks
 

@@ -68,7 +68,7 @@ def shared(rows: Iterable[dict[str, object]], column: str) -> str:
 
 
 def after(value: object, prefix: str) -> str:
-    """Return a payload with … for what all of its list begin with."""
+    """Return a payload with … in place of the text with which all payloads of its list begin."""
     whole = "" if value is None else str(value)
     return f"…{whole[len(prefix) :]}" if prefix and whole.startswith(prefix) else whole
 
@@ -107,12 +107,12 @@ def payload(row: dict[str, object]) -> dict[str, str]:
 
 
 def detail(value: str | None) -> Markup:
-    """Return what a check found, with the times and lengths of time as the page writes them."""
+    """Return the detail of a check, with times and lengths of time as the page writes them."""
     return text(readable(value or ""))
 
 
 def advice(problem: dict[str, object]) -> Markup:
-    """Return what to do about a problem: the words for the page that mends it, or the advice of the check."""
+    """Return the advice for a problem: that for the page that mends it, or else that of the check."""
     return text(of(problem).words or problem["advice"])
 
 

@@ -16,13 +16,13 @@ from .page import END, SHOWN, Page, Row
 if TYPE_CHECKING:
     from typing_extensions import LiteralString
 
-LOOKED = 2_000  # next messages that a page looks at for a role that may not list all
+LOOKED = 2_000  # next messages that a page reads for a role that may not list all
 PER_PAGE = 50
 LIVE = ("pending", "processing", "delayed", "retry", "expired")
 STATES = (*LIVE, "dead", "failed", "archived")
 
 
-# What a list shows of a payload; the page of one message shows more of it.
+# A list shows the start of a payload; the page of one message shows more of it.
 _COLUMNS = """
 m.msg_id, m.consumer_name, m.status, m.type, m.key, m.created_at, m.receive_count, m.last_error,
 coalesce(octet_length(m.payload), octet_length(m.payload_bytes), 0) as payload_size,
@@ -129,12 +129,12 @@ def show_one(page: Page) -> Response:
     )
 
 
-# What is done for one consumer: title, call, meaning, what was done, and what is said if nothing was.
+# Changes for one consumer: title, call, meaning, and the words if it was done and if nothing was done.
 _DEEDS: dict[str, tuple[str, LiteralString, str, str, str]] = {
     "retry": (
         "Retry now",
         "select pgque.retry_now(%(queue)s, %(consumer)s, %(id)s)",
-        "The message can be received at once, instead of at the end of its wait.",
+        "The message is redelivered at once, without the rest of its delay.",
         "is due now",
         "is not in state retry",
     ),
@@ -142,7 +142,7 @@ _DEEDS: dict[str, tuple[str, LiteralString, str, str, str]] = {
         "Release the lease",
         "select pgque.reclaim(%(queue)s, %(consumer)s, msg_id => %(id)s)",
         "Another worker may receive the message at once, although this worker may still work on it."
-        " Its outcome for this delivery does not count. The rest of its batch stays with it.",
+        " The outcome of this worker does not count. It keeps the rest of its batch.",
         "was released and is redelivered at once",
         "is with no worker",
     ),
@@ -150,7 +150,7 @@ _DEEDS: dict[str, tuple[str, LiteralString, str, str, str]] = {
 
 
 def ask(page: Page) -> Response:
-    """Ask before something is done with one message, or an archived one is replayed."""
+    """Ask before a message is retried or released, or an archived one is replayed."""
     name, number, deed = page.form.need("queue"), page.form.number("id"), page.form.need("action")
     facts: list[tuple[str, object]] = [("Message", str(number))]
     fields: list[tuple[str, object]] = [("queue", name)]
@@ -185,7 +185,7 @@ def ask(page: Page) -> Response:
 
 
 def do(page: Page) -> Response:
-    """Do something with one message for one consumer."""
+    """Retry or release one message for one consumer."""
     name, number, consumer = page.form.need("queue"), page.form.number("id"), page.form.need("consumer")
     _, call, _, done, not_done = _deed(page.form.need("action"))
     count = page.value(call, {"queue": name, "consumer": consumer, "id": number})
@@ -236,7 +236,7 @@ def edit(page: Page) -> Response:
     except PgqueError as error:
         return _edit_form(page, letter, str(error))
     return page.done(
-        f"Message {number} was edited and requeued. The archive has it as it was.",
+        f"Message {number} was edited and requeued. The archive keeps the original.",
         "/message",
         queue=name,
         id=number,
@@ -289,7 +289,8 @@ def ask_cancel(page: Page) -> Response:
         title=f"Cancel message {number}?",
         facts=states,
         text="It is no longer delivered to any consumer. If a worker has it, its handler runs on, and the"
-        " outcome does not count. Streams and others who read by offsets still see it. It cannot be undone.",
+        " outcome does not count. Streams of Spark and other readers by offset still see it."
+        " This cannot be undone.",
         sql=page.sql(*_cancel(name, number)),
         action="/message/cancel",
         fields=[("queue", name), ("id", number)],
@@ -336,7 +337,7 @@ def _found_by_consumer(page: Page, asked: dict[str, object]) -> tuple[list[Row],
 
 
 def _history(page: Page, name: str, number: int) -> list[Row]:
-    """Return what is known of a message, the oldest first."""
+    """Return the history of a message, the oldest event first."""
     try:
         return page.rows("select h.* from pgque.message_history(%s, %s) as h limit 200", [name, number])
     except PgqueMessageNotFoundError:

@@ -47,7 +47,7 @@ ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What all viewers with the same rights see, and when it was taken."""
+    """Figures that all viewers with the same rights share, and when they were read."""
 
     problems: list[Row]
     queues: list[Figures]
@@ -101,7 +101,7 @@ def _row(queue: Figures) -> Row:
 
 
 def shared(page: Page) -> Shown | None:
-    """Return problems and figures, or None if they are being taken for the first time.
+    """Return problems and figures, or None while they are read for the first time.
 
     They are the same for all members of pgque_reader, so taken once for them.
     """
@@ -110,12 +110,12 @@ def shared(page: Page) -> Shown | None:
 
 
 def _seen_by(page: Page) -> str:
-    """Return what roles have in common that see the same queues."""
+    """Return a key that is the same for roles that see the same queues."""
     return "" if page.role["reader"] else f"of {_rights(page)}"
 
 
 def _rights(page: Page) -> str:
-    """Return what changes with the role and with its rights, so that nobody sees what was seen before."""
+    """Return a key that changes with the role and its rights, so that no role sees figures of others."""
     return str(
         page.value(
             "select concat((select r.oid from pg_catalog.pg_roles as r where r.rolname = current_user), ' ',"

@@ -1,4 +1,4 @@
-"""One request of somebody who is logged in: queries, rights, forms and answers."""
+"""One request of a user who is logged in: queries, rights, forms and answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SEARCH = 700  # milliseconds after which the searches of a page are stopped
 SHOWN = 1_000  # characters of a payload that a list reads, to skip what all of them share
 END = 2**63 - 1  # an id above all others
 MOST_EXPORTED = 10_000  # rows of a list that is a file
-LONG_SEARCH = 9_000  # milliseconds, for those who want to wait
+LONG_SEARCH = 9_000  # milliseconds, for a longer search
 RIGHTS_KEPT = 60.0  # seconds that what a role may do with a queue is believed
 STREAMS_KEPT = 30.0  # seconds for which it is remembered whether there are streams
 
@@ -113,7 +113,7 @@ def _number(name: str, text: str) -> int:
 
 
 class Page:
-    """What a page needs: the form, the session, its connection, and ways to answer."""
+    """One request: the form, the session, its connection, and ways to answer."""
 
     def __init__(
         self, site: Shared, request: Request, session: Session, connection: Connection, form: Form
@@ -127,9 +127,10 @@ class Page:
         self._searched = 0  # milliseconds
 
     def text_filter(self) -> str:
-        """Return the text to look for in payloads. Raises PgqueBadArgumentError where they are hidden.
+        """Return the text to find in payloads. Raises PgqueBadArgumentError if they are hidden.
 
-        To find a payload is to show it. Without the text, an action on all that match would be one on all.
+        A search would show a hidden payload. If the text were ignored, an action on all messages that match
+        would be one on all messages.
         """
         wanted = self.form.get("text")
         if wanted and self.site.config.hide_payloads:
@@ -148,19 +149,19 @@ class Page:
 
     @property
     def hides_payloads(self) -> bool:
-        """Whether this page shows no payloads and headers."""
+        """Return True if this page shows no payloads and headers."""
         return self.site.config.hide_payloads
 
     # -- rights ----------------------------------------------------------------
 
     @property
     def writable(self) -> bool:
-        """Whether anything can be changed at all."""
+        """Return True if changes are possible: neither the page nor the server is read only."""
         return not (self.site.config.read_only or self.role["standby"])
 
     @property
     def has_streams(self) -> bool:
-        """Whether the role may see streams and sinks, and there are any."""
+        """Return True if there are streams or sinks that the role may see."""
         return bool(self.role["streams"]) and self.site.samples.get(
             self.session.database, "streams", lambda: bool(self.value(_STREAMS)), STREAMS_KEPT
         )
@@ -174,7 +175,7 @@ class Page:
 
     @property
     def only_sends(self) -> bool:
-        """Whether the role may send to queues of which it sees no figures, as a pgque_writer."""
+        """Return True if the role may send to queues but sees no figures of them, as a pgque_writer."""
         if self.role["admin"] or self.role["reader"]:
             return False
         rights = self._rights().values()
@@ -182,7 +183,7 @@ class Page:
 
     @property
     def sends(self) -> bool:
-        """Whether the page offers to send to any queue."""
+        """Return True if the page offers to send to any queue."""
         if not self.writable or self.role["admin"] or self.role["writer"]:
             return self.writable
         return any(row["produce"] for row in self._rights().values())
@@ -215,7 +216,7 @@ class Page:
             raise PgqueTickNotFoundError(
                 f"queue {queue} was created again or loaded from a dump since this page was shown",
                 sqlstate="PQ015",
-                hint="Nothing was changed. Look at the queue as it is now, and begin again.",
+                hint="Nothing was changed. Open the queue again to see its present state.",
             )
 
     # -- queries ---------------------------------------------------------------
@@ -254,18 +255,18 @@ class Page:
 
     @property
     def search_time(self) -> int:
-        """The milliseconds that the searches of this page may take together: more for a file."""
+        """Return the milliseconds that the searches of this page may take together: more for a file."""
         return LONG_SEARCH if self.form.get("longer") or self.form.get("format") else SEARCH
 
     @property
     def time_left(self) -> bool:
-        """Whether the searches of this page have taken less than they may."""
+        """Return True if the searches of this page have time left."""
         return self._searched < self.search_time
 
     def within(
         self, milliseconds: int, query: LiteralString, parameters: Parameters = ()
     ) -> list[Row] | None:
-        """Return the rows of a query, or None if it was stopped after so many milliseconds."""
+        """Return the rows of a query, or None if it was stopped after this many milliseconds."""
         try:
             return self.rows(query, parameters, milliseconds / 1000)
         except PgqueError as error:
@@ -329,7 +330,7 @@ class Page:
         )
 
     def done(self, text: str, path: str, **query: object) -> Response:
-        """Say what was done on the page that follows."""
+        """Return an answer that leads to another page, which shows the text."""
         self.session.flash("ok", text)
         return self.go(path, **query)
 

@@ -1,4 +1,4 @@
-"""HTTP as the command speaks it: a client that does not send its request, or does not read its answer, loses
+"""HTTP with time limits: a client that does not send its request, or does not read its answer, loses
 its connection. Each connection counts among those of `limit_concurrency`."""
 
 from __future__ import annotations

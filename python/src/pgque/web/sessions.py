@@ -19,7 +19,7 @@ ATTEMPTS = 5  # failed logins of one address as one role, and then
 ATTEMPTS_OF_ADDRESS = 30  # of one address as any role, and
 ATTEMPTS_AS_ROLE = 100  # of all addresses as one role, within
 ATTEMPTS_WITHIN = 300.0  # seconds
-LOGINS = 8  # to one database at once: more would take connections and threads from who is logged in
+LOGINS = 8  # to one database at once: more would take connections and threads from users who are logged in
 MOST_FLASHES = 20
 MOST_FORMS = 1000  # that a session remembers
 
@@ -28,7 +28,7 @@ Key: TypeAlias = tuple[str | None, str | None]  # address and role
 
 @dataclass(slots=True)
 class Session:
-    """One login: a role, its connections, and what the next page has to say."""
+    """One login: a role, its connections, and texts for the next page."""
 
     token: str
     database: Database
@@ -43,7 +43,7 @@ class Session:
 
     @property
     def works(self) -> bool:
-        """Whether work on dead letters goes on in it."""
+        """Return True while work on dead letters goes on in this session."""
         return any(job.running for job in list(self.jobs.values()))
 
     def flash(self, kind: str, text: str) -> None:
@@ -51,7 +51,7 @@ class Session:
         self.flashes = [*self.flashes[-MOST_FLASHES:], (kind, text)]
 
     def once(self, form: str) -> bool:
-        """Return whether this form comes for the first time, and remember it."""
+        """Return True the first time that this form comes, and remember it."""
         mine = object()
         while len(self.forms) >= MOST_FORMS:
             self.forms.pop(next(iter(self.forms)), None)
@@ -83,15 +83,15 @@ class Signer:
         return token if token and good else None
 
     def csrf(self, token: str) -> str:
-        """Return what every form of the holder of a token must send."""
+        """Return the CSRF token that every form of a session must send."""
         return self._mac("csrf", token)
 
     def mark(self, token: str) -> str:
-        """Return what tells the pages of a session from those of another one."""
+        """Return a mark that is the same on all pages of a session, and differs from that of others."""
         return self._mac("mark", token)[:16]
 
     def csrf_fits(self, token: str, given: str) -> bool:
-        """Return whether a form sent the right token."""
+        """Return True if a form sent the right token."""
         return hmac.compare_digest(given.encode(), self.csrf(token).encode())
 
 
@@ -211,7 +211,7 @@ class Attempts:
             )
 
     def begin(self, address: str, user: str, database: Database) -> bool:
-        """Return whether a login may run now. One that may not waits until others have ended."""
+        """Return True if a login may run now. Otherwise it waits until others have ended."""
         with self._lock:
             if self._logins[database] >= LOGINS or any(
                 self._count(key) + self._running[key] >= most for key, most in _keys(address, user)
@@ -222,7 +222,7 @@ class Attempts:
             return True
 
     def end(self, address: str, user: str, database: Database) -> None:
-        """Count a login no more that has run."""
+        """Stop counting a login, because it has ended."""
         with self._lock:
             self._logins[database] -= 1
             self._running.subtract(key for key, _ in _keys(address, user))

@@ -63,12 +63,12 @@ def grouped(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def form(page: Page, name: str, rows: list[Row] | None = None) -> dict[str, Any]:
-    """Return what settings.html needs."""
+    """Return the values that settings.html shows."""
     groups = grouped(read(page, name) if rows is None else rows)
     return {
         "groups": groups,
         "opened": {title for title, kept in groups.items() if any(row["error"] for row in kept)} | {CHANGED},
-        # max_consumers limits those who administer this queue alone
+        # max_consumers limits roles that administer this queue alone
         "fixed": () if page.role["admin"] else ("max_consumers",),
         "may_set": page.may_change("admin", name),
     }
@@ -106,7 +106,7 @@ def _statement(page: Page, changed: list[Row]) -> Statement:
 
 
 def ask(page: Page) -> Response:
-    """Show what the form changes, and the SQL of it."""
+    """Show the changes of the form, and their SQL."""
     rows, changed = _asked(page)
     if page.form.get("edit"):
         return _shown(page, rows, "")

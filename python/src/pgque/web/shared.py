@@ -1,4 +1,4 @@
-"""What all requests share: options, sessions, figures and templates."""
+"""State that all requests share: options, sessions, figures and templates."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .samples import Samples
 from .sessions import Attempts, Session, Sessions, Signer
 
 COOKIE = "pgque_session"
-LOGIN_COOKIE = "pgque_login"  # of somebody who has no session yet, for the CSRF token of the form
+LOGIN_COOKIE = "pgque_login"  # of a user who has no session yet, for the CSRF token of the form
 LIVE = "pgque-live"  # the header of requests that the script makes to keep a page up to date
 
 
 class Shared:
-    """What all requests share. `pages` are the addresses that a browser may be sent to."""
+    """State that all requests share. `pages` are the addresses that a browser may be sent to."""
 
     def __init__(self, config: Config, pages: Iterable[str]) -> None:
         self.config = config

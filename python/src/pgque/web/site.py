@@ -1,4 +1,4 @@
-"""The ASGI application: addresses, sessions, what every answer has in common."""
+"""The ASGI application: addresses, sessions, and headers of every answer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from .shared import COOKIE, LOGIN_COOKIE, Shared
 
 log = logging.getLogger("pgque.web")
 
-MOST_LOGIN_BYTES = 10_000  # of a form of somebody who is not logged in
+MOST_LOGIN_BYTES = 10_000  # of a form of a user who is not logged in
 BODY_TIMEOUT = 10  # seconds for the whole body of a request
 
 Handler = Callable[[Page], Response]
@@ -188,7 +188,7 @@ class Site(Shared):
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 
-    # -- pages for those who are logged in ---------------------------------------
+    # -- pages for users who are logged in ----------------------------------------
 
     def _reading(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -213,7 +213,7 @@ class Site(Shared):
     def _serve(
         self, handler: Handler, request: Request, session: Session, fields: str, reads: bool
     ) -> Response:
-        """Run a handler on a connection of the session; show its error, or say it on the page before."""
+        """Run a handler on a connection of the session. Show its error, on the page before if possible."""
         sent = hashlib.sha256(f"{request.url.path} {fields}".encode()).hexdigest()
         try:
             form = Form.read(fields, request.method == "POST")
@@ -264,7 +264,7 @@ class Site(Shared):
         return self._error(request, error)
 
     async def _refused(self, request: Request, error: HTTPException) -> Response:
-        texts = {404: "There is no such page.", 405: "This address takes no such request."}
+        texts = {404: "There is no such page.", 405: "This address does not accept this kind of request."}
         return rendered(
             self,
             request,

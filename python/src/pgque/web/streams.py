@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 MOST = 200
 
-# Who holds a consumer holds the lock that open_stream() takes.
+# The session that reads a consumer holds the lock that open_stream() takes.
 _CONSUMERS: LiteralString = """
 select q.queue_name, c.co_name as consumer, i.lag, i.last_seen, i.last_tick, i.pending_events, a.pid,
   a.application_name as application
