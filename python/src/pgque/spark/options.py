@@ -1,4 +1,4 @@
-"""The options of the data source `pgque`: one table to check them by, and to print the documentation from.
+"""Check the options of the data source `pgque` by one table, and print their documentation from it.
 
 python -m pgque.spark.options     print the table in Markdown
 """
@@ -38,7 +38,7 @@ BY_TICK = "tick"
 BY_KEY = "key"
 ROUND_ROBIN = "round-robin"
 
-# What can be read, in this order
+# Columns that can be read, in this order
 READ_COLUMNS = (
     "server", "queue", "tick_id", "msg_id", "type", "payload", "key", "created_at", "retry_count", "headers"
 )  # fmt: skip
@@ -233,7 +233,7 @@ _CONNECTION_NAMES = frozenset(option.name for option in _CONNECTION)
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the parsed options; `connection` may hold a password and is never shown."""
+    """Keep the parsed options; `connection` may hold a password and is never shown."""
 
     connection: Mapping[str, str] = field(repr=False, default_factory=dict)
     # Their names, host:port/dbname, sorted: so each process has the same
@@ -250,7 +250,7 @@ class Options:
     numPartitions: int = 4
     splitBy: str = BY_TICK
     ordered: bool = False
-    # None: as many as the server says
+    # None: the number that the server gives
     fetchSize: int | None = None
     types: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
@@ -285,7 +285,7 @@ class Options:
 
 
 def parse(given: Mapping[str, str], *modes: str) -> Options:
-    """Check the options for what is to be done; `modes` has more than one where that is not known yet.
+    """Return the checked options of a read or a write; `modes` has several if it is not known yet which.
 
     Names are taken in any case. Raises PgqueBadArgumentError for an option that is unknown, out of place, out
     of range or missing; values of connection options are never part of the message.
@@ -377,7 +377,7 @@ def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, list[Option]
             f"{view}"
         )
     if name.lower() == "path":
-        return "pgque has no path: say option('queue', …) and call load(), save() or start() without one"
+        return "pgque has no path: set option('queue', …) and call load(), save() or start() without one"
     close = get_close_matches(name.lower(), table, n=1)
     meant = f", did you mean {table[close[0]][0].name}?" if close else ";"
     known = ", ".join(sorted(found[0].name for found in table.values()))
