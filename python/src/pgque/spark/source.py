@@ -61,8 +61,8 @@ def refuse_loss(parsed: Options, queue: str, text: str) -> None:
     """Raise PgqueTickNotFoundError, or log the text if failOnDataLoss=false goes on with the rest."""
     if parsed.failOnDataLoss:
         raise PgqueTickNotFoundError(
-            f"{text}. Start again with another checkpoint, or go on with what is left with"
-            " failOnDataLoss=false",
+            f"{text}. Start again with another checkpoint, or set failOnDataLoss=false to"
+            " go on with the messages that are there",
             sqlstate="PQ015",
             queue=queue,
         )
@@ -473,8 +473,8 @@ class _Driver:
             return
         if self._options.failOnDataLoss:
             raise PgqueQueueNotFoundError(
-                f"{error}; the checkpoint has it, and its messages may be lost for this query. Go on"
-                " without it with failOnDataLoss=false",
+                f"{error}; the checkpoint has it, and its messages may be lost for this query. To go"
+                " on without it, set failOnDataLoss=false",
                 sqlstate=error.sqlstate,
                 queue=queue,
             )
@@ -752,8 +752,8 @@ class _Stream:
         if parsed.failOnDataLoss:
             raise PgqueTickNotFoundError(
                 f"messages behind tick {start} of queue {self._queue} are lost for this query:"
-                f" {_reason(error)}. Start again with another checkpoint, or go on with what is left"
-                " with failOnDataLoss=false",
+                f" {_reason(error)}. Start again with another checkpoint, or set failOnDataLoss=false"
+                " to go on with the messages that are there",
                 sqlstate=error.sqlstate,
                 hint=error.hint,
                 queue=self._queue,
