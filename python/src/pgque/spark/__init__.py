@@ -2,8 +2,8 @@
 
     spark.readStream.format("pgque").option("queue", "orders").option("consumer", "spark").load()
 
-PySpark finds the format by itself where `pgque[spark]` is installed. The functions here are for the rest:
-`write_jdbc` and `foreach_batch` need Spark's JDBC and PostgreSQL's driver, and work with Spark 3 too.
+PySpark finds the format if `pgque[spark]` is installed. The functions here do the rest: `write_jdbc` and
+`foreach_batch` need Spark's JDBC and PostgreSQL's driver, and also work with Spark 3.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QUEUES = (
 
 
 def register(spark: SparkSession) -> None:
-    """Make `format("pgque")` known to a session that does not find it by itself."""
+    """Register `format("pgque")` in a session that does not find it."""
     from pyspark.errors import AnalysisException
 
     from .datasource import PgqueDataSource
@@ -38,7 +38,7 @@ def register(spark: SparkSession) -> None:
     try:
         spark.dataSource.register(PgqueDataSource)
     except AnalysisException as error:
-        # 4.0 refuses what it found by itself.
+        # PySpark 4.0 refuses a format that it has already found.
         if "DATA_SOURCE_ALREADY_EXISTS" not in str(error):
             raise
 
@@ -79,9 +79,9 @@ def foreach_batch(
 
     Each partition of a micro-batch is sent once, also when Spark replays it: `pgque.sink` remembers
     (sink_id, epoch, partition). A replay must have the partitions of the first run: another number of them
-    is refused, the same number cut elsewhere is not noticed. `num_partitions=1` is safe whatever the cluster
-    looks like. `sink_id` is the query's id and the queue if not given; two sends of one micro-batch to one
-    queue need one each.
+    is refused, but the same number cut elsewhere is not noticed. `num_partitions=1` is safe on any cluster.
+    `sink_id` is by default the query's id and the queue; two sends of one micro-batch to one queue need one
+    each.
     """
     given = dict(connection)
 
@@ -95,7 +95,7 @@ def foreach_batch(
             )
         query = stream_id(df)
         if not (sink_id or query):
-            raise PgqueBadArgumentError("foreach_batch cannot see the query's id: say sink_id")
+            raise PgqueBadArgumentError("foreach_batch cannot see the query's id: give sink_id")
         sink = sink_id or f"{query}/{queue or ''}"
         if num_partitions is not None:
             df = df.coalesce(num_partitions)
@@ -114,13 +114,13 @@ def foreach_batch(
 def dead(
     df: DataFrame, queue: str, consumer: str, reason: str | Column = "reason", **connection: str
 ) -> list[Outcome]:
-    """Put messages that a stream has read among the dead letters of its consumer. Calls `pgque.dead`.
+    """Make dead letters of messages that a stream has read. Calls `pgque.dead`.
 
     `df` has a column msg_id; `reason` is the name of a column, or an expression. Meant for foreachBatch,
     where the messages of the micro-batch are still there; a replay changes nothing. The ids and reasons are
     collected by the driver.
 
-    Returns what became of each id; `ok` is False for one that is dead already or not to be found.
+    Returns the outcome of each id; `ok` is False if the message is dead already or cannot be found.
     """
     from pyspark.sql import functions as f
 

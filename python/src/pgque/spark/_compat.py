@@ -1,4 +1,4 @@
-"""What differs between the versions of PySpark: 4.0, 4.1, and 4.2 and later."""
+"""Hide the differences between PySpark 4.0, 4.1, and 4.2 and later."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ else:
             SupportsTriggerAvailableNow,
         )
     except ImportError:
-        # 4.0 and 4.1 call latestOffset() without arguments, and know no limits: the reader keeps them.
+        # 4.0 and 4.1 call latestOffset() without arguments, and know no limits, so the reader keeps them.
         class ReadLimit:
             pass
 

@@ -1,7 +1,7 @@
-"""Connections for Spark's processes, by psycopg and by JDBC, and errors without secrets and payloads.
+"""Connect Spark's processes, by psycopg and by JDBC, and raise errors without secrets and payloads.
 
-psycopg puts the failing row of a COPY into its errors, and Spark prints the whole chain of an exception: so
-what is raised here has no cause and no context.
+psycopg puts the failing row of a COPY into its errors, and Spark prints the whole chain of an exception. So
+the errors raised here have no cause and no context.
 
 Spark starts a Python process for most steps of a query, many of which connect to no server. So psycopg, which
 takes 0.1 s of a core, is imported by the functions that need it.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 
-# What goes through to the JDBC driver under the same name.
+# Options that the JDBC driver gets under the same name
 _JDBC_PROPERTIES = ("user", "password", "sslmode", "sslrootcert", "sslcert", "sslkey")
 _PLAIN = re.compile(r"[\w.:/%\[\]-]+")
 _ENVIRONMENT = {
@@ -40,7 +40,7 @@ _ENVIRONMENT = {
 
 @packages()
 def parameters(connection: Mapping[str, str]) -> dict[str, str]:
-    """Return connection options as libpq's parameters; what stands beside the url goes before it.
+    """Return connection options as libpq's parameters; the other options override the url.
 
     Raises PgqueBadArgumentError, whose message never holds the url.
     """
@@ -79,7 +79,7 @@ def _from_jdbc(url: str) -> dict[str, str]:
     except (ValueError, psycopg.ProgrammingError):
         raise bad from None
     if given.get("ssl", "false").lower() != "false" and "sslmode" not in given:
-        raise PgqueBadArgumentError("say sslmode=… in place of ssl=true in option url")
+        raise PgqueBadArgumentError("set sslmode=… in place of ssl=true in option url")
     return {
         **{name: str(value) for name, value in found.items() if value is not None},
         **{name: given[name] for name in _JDBC_PROPERTIES if given.get(name)},
@@ -101,7 +101,7 @@ def servers(given: Sequence[str], connection: Mapping[str, str]) -> tuple[str, .
 
 
 def _server_name(server: str, port: str, dbname: str | None) -> str:
-    # What may hold a password is not shown.
+    # An entry that may hold a password is not shown.
     shown = repr(server) if _PLAIN.fullmatch(server) else "an entry"
     bad = PgqueBadArgumentError(
         f"option servers: {shown} is not host, host:port or host:port/dbname; user and password are options"
@@ -133,7 +133,7 @@ def at(connection: Mapping[str, str], server: str) -> dict[str, str]:
 
 @contextmanager
 def of(server: str | None) -> Iterator[None]:
-    """Put the name of a server into our errors, where there are several."""
+    """Put the name of a server into our errors, if there are several."""
     try:
         yield
     except PgqueError as error:
@@ -272,7 +272,7 @@ def one(cursor: psycopg.Cursor[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Say whether the connection was lost, so that another one may do."""
+    """Return whether the connection was lost, so that the call may succeed on a new one."""
     import psycopg
 
     if isinstance(error, psycopg.Error):

@@ -1,4 +1,4 @@
-"""Connections of tasks, which a task leaves to the next one in the same of Spark's worker processes.
+"""Keep the connection of a task for the next task in the same of Spark's worker processes.
 
 To connect costs more than to read a small window, because the server starts a process, checks the password
 and compiles its functions. What a task sets ends with its transaction, so the next task finds a session as
@@ -20,14 +20,14 @@ from . import _connect
 if TYPE_CHECKING:
     from adbc_driver_manager import AdbcConnection, AdbcDatabase
 
-# What a session is called between two tasks. During a task it has the task's name.
+# The name of a session between two tasks. During a task it has the task's name.
 _NAME = "pgque-spark/idle"
 # A firewall or a pooler may have forgotten a connection that was idle for longer: it is opened anew.
 _IDLE_SECONDS = 30.0
 # For the first answer on a connection that was idle. The keepalives notice a network that is gone, but not
 # a proxy that acknowledges every byte and passes none on.
 _ANSWER_SECONDS = 10.0
-# A task may have a connection to each of several servers; the last ones are kept.
+# A task may have a connection to each of several servers: the last ones are kept.
 _MOST = 4
 
 # By connection string, with the time of the last task; the newest at the end

@@ -1,4 +1,4 @@
-"""How far behind a stream is: figures for Spark's progress, for the log and for Prometheus."""
+"""Measure how far behind a stream is, for Spark's progress, for the log and for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._offset import Place
 
 
 def lags(conn: _connect.Connection, consumer: str, places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
-    """Return what a consumer that has read up to these places has not read, by queue. Calls
+    """Return figures of the messages that a consumer at these places has not read, by queue. Calls
     `pgque.stream_lag`."""
     with _connect.errors():
         found = conn.execute(

@@ -1,4 +1,4 @@
-"""What to install where a package is missing."""
+"""Raise errors that name the command that installs a missing package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 @contextmanager
 def packages() -> Iterator[None]:
-    """Raise ImportError that says what to install and where, in place of one that names a package only."""
+    """Raise ImportError with the command that installs the package, in place of one that only names it."""
     try:
         yield
     except ImportError as error:
@@ -22,7 +22,7 @@ def packages() -> Iterator[None]:
 
 
 def check_packages(*names: str) -> None:
-    """Raise ImportError that says what to install, if one of these packages cannot be found."""
+    """Raise ImportError with the command that installs it, if one of these packages cannot be found."""
     with packages():
         for name in names:
             if find_spec(name) is None:

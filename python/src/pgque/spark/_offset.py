@@ -1,4 +1,4 @@
-"""Where a stream stands, as Spark's checkpoint keeps it.
+"""Read and write offsets: the places where a stream stands, in Spark's checkpoint.
 
 A place is a tick and the incarnation of its queue, because a queue that is dropped and created again, or
 restored from a dump, has other messages behind a tick with the same id. An offset has {"tick": 17,
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 
 class Place(NamedTuple):
-    """A tick of a queue, and the incarnation that it belongs to; None if it is not known.
+    """Name a tick of a queue, and the incarnation that it belongs to; None if it is not known.
 
     Within a window, also the tick that ends it, and the id up to which it is read.
     """
@@ -37,12 +37,12 @@ class Place(NamedTuple):
         return self._replace(incarnation=other.incarnation) == other
 
     def dumped(self) -> int | str:
-        """Return the place as it stands in an offset."""
+        """Return the place as an offset has it."""
         return f"{self.tick}:{self.window}:{self.after_id}" if self.is_part else self.tick
 
     @classmethod
     def loaded(cls, written: int | str, incarnation: str | None) -> Place:
-        """Return the place that stands in an offset."""
+        """Return the place that an offset has."""
         if isinstance(written, int):
             return cls(written, incarnation)
         tick, window, after_id = (int(number) for number in written.split(":"))

@@ -23,7 +23,7 @@ _TABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*){0,2}")
 
 
 class DbApiConnection(Protocol):
-    """A connection as PEP 249 describes it: of psycopg, sqlite3, PyMySQL, oracledb, pyodbc and so on."""
+    """Describe a connection of PEP 249: of psycopg, sqlite3, PyMySQL, oracledb, pyodbc and so on."""
 
     def cursor(self) -> Any:
         """Return a cursor."""
@@ -59,15 +59,15 @@ def foreach_batch_once(
 ) -> Callable[[Callable[[Any, DataFrame, int], object]], Guarded]:
     """Return a decorator for a function write(connection, batch, epoch) of `writeStream.foreachBatch`.
 
-    What `write` does with the connection is kept exactly once: it is one transaction with the number of the
-    micro-batch, and a micro-batch that Spark replays is left out. `write` must not commit, and its rows pass
-    through the driver.
+    The changes that `write` makes on the connection are kept exactly once: they are one transaction with the
+    number of the micro-batch, and a micro-batch that Spark replays is left out. `write` must not commit, and
+    its rows pass through the driver.
 
     `database` is a connection string of PostgreSQL, or a function that opens a connection of any library of
     the DB-API, without autocommit. Each micro-batch has a connection of its own. The numbers are in `table`,
     which is made if it is missing: one row for each `name` and id of a stream. Two guarded writes of one
-    stream to one database need a name each. `query_id` stands for the stream's id where Spark does not show
-    it, which is so with Spark Connect: let it be another one for each checkpoint.
+    stream to one database need a name each. `query_id` replaces the stream's id, which Spark Connect does
+    not show: give another one for each checkpoint.
 
     Raises PgqueBadArgumentError for a name that is not 1 to 100 letters, digits and _.:/- of ASCII. In the
     stream: PgqueSinkEpochError (PQ016) for an epoch older than the newest one, as of an old checkpoint;
@@ -157,7 +157,7 @@ class _Once:
     def _check_claim(self, conn: Any, query: str, epoch: int) -> None:
         """Refuse to go on if `write` has hidden that its transaction was taken back."""
         with closing(conn.cursor()) as cursor:
-            # Fails where PostgreSQL's transaction failed: its commit would be a rollback that tells nobody.
+            # Fails if PostgreSQL's transaction has failed, because its commit would silently be a rollback.
             written = self._newest(cursor, query)
         if written != epoch:
             raise PgqueError(
@@ -194,7 +194,7 @@ class _Once:
                     raise PgqueError(
                         f"cannot create the table {self._table} for the epochs of {self._name}: {error}",
                         sqlstate=getattr(error, "sqlstate", None),
-                        hint=f"Let somebody who may create it: {create}. The stream needs the rights to"
+                        hint=f"Create it as a role that may: {create}. The stream needs the rights to"
                         " select, insert and update.",
                     ) from None
         if not _is_psycopg(conn):
@@ -241,7 +241,7 @@ def _transaction(conn: Any) -> Iterator[None]:
     if _is_psycopg(conn):
         with conn.transaction():  # in which psycopg refuses a commit
             yield
-        conn.commit()  # what whoever opened the connection has begun
+        conn.commit()  # a transaction that was begun before
         return
     try:
         yield
@@ -252,7 +252,7 @@ def _transaction(conn: Any) -> Iterator[None]:
 
 
 def stream_id(batch: DataFrame) -> str | None:
-    """Return the id of the stream that a micro-batch is of, which is its checkpoint's; None where Spark does
-    not show it, as in Spark Connect."""
+    """Return the id of a micro-batch's stream, which is its checkpoint's; None if Spark does not show it, as
+    in Spark Connect."""
     context = getattr(batch.sparkSession, "sparkContext", None)
     return context.getLocalProperty("sql.streaming.queryId") if context is not None else None

@@ -1,4 +1,4 @@
-"""How many messages the next micro-batch of a stream may have, while it catches up."""
+"""Choose how many messages the next micro-batch of a stream may have, while the stream catches up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ log = logging.getLogger("pgque.spark")
 
 # Messages of the first window: any laptop reads and writes them in a second or two.
 _FIRST = 50_000
-# A window has at least one tick, which may have more than its size: then its time says nothing of the size,
-# and from a small one there would be no way back.
+# A window has at least one tick, which may have more messages than the window's size. Then the time that the
+# window takes says nothing about the size, and a small size would stay.
 _LEAST = 1_000
 # Seconds that a micro-batch should take. Spark's own half second is then a sixth of it, and a query that is
 # killed loses no more than that.

@@ -1,4 +1,4 @@
-"""What a frame must look like to be sent. Works with Spark 3 too."""
+"""Check that a frame can be sent. Also works with Spark 3."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _CONTENTS = (
 _WRITTEN = frozenset(
     {"payload", "type", "headers", "key", "partition_key", "delay", "ttl", "deliver_at", "queue"}
 )
-# A queue gives these itself. Spark's `insert into` fills them with nulls.
+# A queue gives a message these columns. Spark's `insert into` fills them with nulls.
 _ONLY_READ = frozenset(READ_COLUMNS) - _WRITTEN
-NULL_QUEUE = "column queue has a null. Fill it, or say option queue for the rows that have none"
+NULL_QUEUE = "column queue has a null. Fill it, or set option queue for the rows that have none"
 
 
 def only_read(schema: StructType) -> list[str]:
-    """Return the columns that only reading has, as the frame names them."""
+    """Return the columns that can only be read, as the frame names them."""
     return [column.name for column in schema.fields if column.name.lower() in _ONLY_READ]
 
 
 def check_only_read(rows: pa.RecordBatch, names: list[str]) -> None:
-    """Refuse a value in a column that only reading has. Raises PgqueBadArgumentError that names it."""
+    """Refuse a value in a column that can only be read. Raises PgqueBadArgumentError that names it."""
     for name in names:
         if rows.column(name).null_count < rows.num_rows:
             raise PgqueBadArgumentError(
@@ -63,8 +63,8 @@ def check_schema(schema: StructType, queue: str | None, replace_by_key: bool) ->
         )
     if "queue" not in found and queue is None:
         raise PgqueBadArgumentError(
-            "say which queue: option queue, or a column queue. Spark passes no options from insertInto(): use"
-            " df.writeTo('t').options(…).append(), or `insert into t with (queue = '…', …) …`"
+            "no queue is given: set option queue or add a column queue. Spark passes no options from"
+            " insertInto(): use df.writeTo('t').options(…).append(), `insert into t with (queue = '…', …) …`"
         )
     return found
 

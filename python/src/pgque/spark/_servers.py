@@ -1,4 +1,4 @@
-"""Queues of several servers as one stream.
+"""Read queues of several servers as one stream.
 
 The offset has the places of each server: {"servers": {"db1:5432/app": {"ticks": {"orders": 17},
 "incarnations": {"orders": "…"}}}}. Each server has a driver of its own, with a connection and the consumer's
@@ -93,12 +93,12 @@ class PgqueServersReader(PgqueStreamReader):
 
 
 class _Drivers(_Driver):
-    """The drivers of the servers, as if they were one."""
+    """Act on the drivers of the servers as if they were one."""
 
     def __init__(self, parsed: Options) -> None:
         super().__init__(parsed)
         self._listed = {server: _Driver(parsed.at(server)) for server in parsed.servers or ()}
-        # Servers of the checkpoint that are not listed any more: until they are left
+        # Servers of the checkpoint that are no longer listed: until they are left
         self._others: dict[str, _Driver] = {}
         self._left: set[str] = set()
         # The listed ones, by what tells databases apart
@@ -175,7 +175,7 @@ class _Drivers(_Driver):
     def windows(self, begins: Places, ends: Places) -> list[Window]:
         """Return what lies between two offsets, on each server."""
         started, wanted = _by_server(begins), _by_server(ends)
-        # PySpark 4.0 and 4.1 may not have said before where the stream stands.
+        # PySpark 4.0 and 4.1 may not have given the place of the stream before.
         self.leave({key: place for key, place in begins.items() if key.split(" ", 1)[0] not in wanted})
         found: list[Window] = []
         for server, places in wanted.items():
@@ -192,10 +192,10 @@ class _Drivers(_Driver):
                     self._listed[server].commit(places)
 
     def leave(self, reached: Places) -> None:
-        """Leave the servers that are not listed any more, or refuse to where one has messages to read.
+        """Leave the servers that are no longer listed, or refuse to if one has messages to read.
 
-        What was read up to `reached` is done with, so their consumers are moved there: it is the last word
-        of the stream to them.
+        The stream has finished the messages up to `reached`, so their consumers are moved there: it does not
+        ask these servers again.
         """
         for server, places in _by_server(reached).items():
             if server in self._listed or server in self._left:
@@ -211,7 +211,7 @@ class _Drivers(_Driver):
     def _at(self, server: str) -> Iterator[None]:
         """Name the server in errors.
 
-        An error of a server that left the list has a hint how to go on without it. With
+        An error of a server that left the list gets a hint how to go on without it. With
         failOnDataLoss=false the error is logged instead.
         """
         try:
@@ -246,7 +246,7 @@ class _Drivers(_Driver):
             except psycopg.Error as error:
                 if error.sqlstate not in _GONE:
                     raise
-                log.warning("pgque: %s has nothing to read any more: %s", server, error)
+                log.warning("pgque: %s has nothing left to read: %s", server, error)
                 continue
             conn.execute("select pgque.open_stream(%s, %s, 'latest', %s)", [*named, incarnation])
             conn.execute("select pgque.seek(%s, %s, %s, false, %s)", [*named, tick, incarnation])
@@ -261,14 +261,14 @@ class _Drivers(_Driver):
             raise PgqueError(f"consumer {consumer} has messages to read in queue {', '.join(behind)}")
 
     def _driver(self, server: str, places: Mapping[str, Place]) -> _Driver:
-        """Return the driver of a server; of one that is not listed any more, with the queues that it had."""
+        """Return the driver of a server; if it is no longer listed, with the queues that it had."""
         if server in self._listed:
             return self._listed[server]
         if server not in self._others:
             there = replace(self._options.at(server), queue=None, queues=tuple(places))
             with _session(there) as conn, _connect.errors():
                 for queue in places:
-                    # The driver would subscribe a consumer that is gone, which nobody would read for.
+                    # The driver would subscribe a missing consumer, and no stream would read its messages.
                     conn.execute("select from pgque.get_consumer_info(%s, %s)", [queue, there.consumer])
             self._others[server] = _Driver(there)
         return self._others[server]

@@ -1,4 +1,4 @@
-"""What a task of the sink writes to each server.
+"""Write the rows of a task of the sink to each server.
 
 The servers of an epoch are stored on each of them before one of them commits, and the first list that is
 stored everywhere counts. So a replay spreads its rows as the first attempt did, whatever its option servers.
@@ -26,7 +26,7 @@ _STAGE = re.compile(r"pgque\.(\w+)")
 
 
 def name(parsed: Options) -> str:
-    """Return what a session of a sink is called."""
+    """Return the name of a sink's session."""
     return f"pgque-spark/{parsed.queue or 'queues'}/sink"
 
 
@@ -37,7 +37,7 @@ def session(parsed: Options) -> _connect.Connection:
 
 @dataclass(frozen=True)
 class Share:
-    """Say what a task wrote to one server: `attempt` names its staged rows there."""
+    """Describe the rows that a task wrote to one server: `attempt` names them in the staging table."""
 
     server: str | None
     attempt: str
@@ -83,7 +83,7 @@ class Spread:
 
 
 class _Open:
-    """The connection of a task to one server, and what is copied there."""
+    """Copy rows of a task to one server."""
 
     def __init__(self, parsed: Options, server: str | None, sink_id: str, epoch: int | None) -> None:
         self.server = server
@@ -100,7 +100,7 @@ class _Open:
 
     @property
     def conn(self) -> _connect.Connection:
-        """The connection for what is agreed on before the copy."""
+        """Return the connection on which the list of servers is agreed before the copy."""
         if self._conn is None:
             with _connect.of(self.server):
                 self._conn = session(self._parsed)
@@ -189,20 +189,21 @@ class _Open:
             raise failed
 
     def finish(self) -> Share:
-        """End the copy and its transaction; return what was written."""
+        """End the copy and its transaction; return the share that was written."""
         with self._errors():
             self._copying.close()
         return Share(self.server, self.attempt, self.rows)
 
     def close(self, *error: Any) -> None:
-        """Take back what is not finished, and close the connections."""
+        """Roll back a copy that is not finished, and close the connections."""
         self._copying.__exit__(*error)
         if self._conn is not None:
             self._conn.close()
 
 
 class Shares:
-    """The servers that a task writes to. What is not finished when the stack ends is taken back."""
+    """Open a copy to each server that a task writes to. A copy that is not finished when the stack ends is
+    rolled back."""
 
     def __init__(self, parsed: Options, sink_id: str, epoch: int | None, stack: ExitStack) -> None:
         self._options, self._sink_id, self._epoch, self._stack = parsed, sink_id, epoch, stack
@@ -217,7 +218,7 @@ class Shares:
         return self._open[server]
 
     def any(self) -> tuple[list[str | None], None]:
-        """Return the servers of the options, for a write that is not replayed as it was."""
+        """Return the servers of the options, for a write whose replay may be spread otherwise."""
         return [*(self._options.servers or [None])], None
 
     def agree(self) -> tuple[list[str | None], tuple[str, ...] | None]:
@@ -251,7 +252,7 @@ class Shares:
 
     @contextmanager
     def _needed(self, server: str) -> Iterator[None]:
-        """Tell in errors of a server that is not in option servers why it is needed."""
+        """Explain in the errors of a server that is not in option servers why it is needed."""
         try:
             yield
         except PgqueError as error:
@@ -261,9 +262,9 @@ class Shares:
                 str(error),
                 sqlstate=error.sqlstate,
                 hint=f"Epoch {self._epoch} of sink {self._sink_id} was begun with this server, and cannot be"
-                " completed without it. After it option servers counts.",
+                " completed without it. Later epochs use option servers.",
             ) from None
 
     def finish(self) -> tuple[Share, ...]:
-        """End all copies; return what was written."""
+        """End all copies; return the shares that were written."""
         return tuple(one.finish() for one in self._open.values() if one.rows)

@@ -57,7 +57,7 @@ class Parser:
         )
 
     def __call__(self, payloads: pa.StringArray) -> tuple[list[pa.Array], dict[int, str]]:
-        """Return the columns, and by row why a payload does not parse; its columns are null."""
+        """Return the columns, and by row the reason why a payload does not parse; its columns are null."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -87,7 +87,7 @@ class Parser:
         return whole.cast(self._columns).flatten(), bad
 
     def _read(self, start: int, stop: int) -> pa.StructArray | str:
-        """Return what the payloads of some rows hold, or why one of them does not parse."""
+        """Return the values of the payloads of some rows, or the reason why one of them does not parse."""
         import pyarrow as pa
         import pyarrow.json
 
@@ -112,7 +112,7 @@ def _in_one(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _readable(kind: pa.DataType) -> pa.DataType:
-    """Return what pyarrow reads in place of a type: dates are timestamps to it."""
+    """Return the type that pyarrow reads in place of a type: it reads dates as timestamps."""
     import pyarrow as pa
 
     if pa.types.is_date(kind):
@@ -138,7 +138,7 @@ def _cut(start: int, stop: int, problem: str) -> list[tuple[int, int]]:
 
 def _reason(problem: str) -> str:
     text = re.sub(r" in row \d+$", "", problem.removeprefix("JSON parse error: "))
-    # What PostgreSQL's text cannot hold
+    # PostgreSQL's text cannot hold this character.
     text = text.replace("\0", "\\0")
     return f"payload does not parse: {text.replace('Column(/p/', 'Column(').replace('Column(/p)', 'It')}"
 

@@ -1,8 +1,8 @@
 """Read the messages between two ticks as Arrow record batches.
 
 ADBC makes the batches in C of what it fetches from a cursor: no Python object for each value, and only the
-columns that were asked for. The server sends the rows while it finds them: those of a function in FROM it
-would store first. What psycopg does for the driver's own calls, `_connect` has.
+columns that were asked for. A cursor is used because the server sends its rows while it finds them; the rows
+of a function in FROM it would store first. The driver's own calls use psycopg, see `_connect`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _COLUMNS = {
     "retry_count": ("int", "ev_retry"),
     "headers": (_MAP, ""),
 }
-# What is not a string stays JSON. ADBC has lists, and no maps: their keys and their values, in one order.
+# ADBC has lists but no maps, so the keys and the values come as two lists in the same order. A value that is
+# not a string stays JSON.
 _HEADERS = ("header_names", "header_values")
 _CURSOR = "pgque"
-# What pgque._not_future_tick() says of a tick that is newer than all
+# Part of the error of pgque._not_future_tick() for a tick that is newer than all
 _NOT_YET = ", whose newest tick is "
 # Of one FETCH, about, once it is known how long messages are
 _FETCH_BYTES = 16 * 1024 * 1024
@@ -61,7 +62,7 @@ _SETTINGS = {
 
 
 def label(parsed: Options) -> str:
-    """Return what a session of all the queues is called after."""
+    """Return the name of the queues for a session's name."""
     return str(parsed.queue) if parsed.queues is None else ",".join(parsed.queues)
 
 
@@ -96,7 +97,7 @@ def _type(parsed: Options, name: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Say where the columns of a frame come from: the message, its payload, or what did not parse."""
+    """Map the columns of a frame to the message and to its payload."""
 
     schema: StructType
     message: tuple[str, ...]
@@ -205,11 +206,11 @@ class Window(InputPartition):
 
     @property
     def tick_id(self) -> int | None:
-        """The tick that made the messages visible, if there is no other between both."""
+        """Return the tick that made the messages visible, if there is no other between both."""
         return self.to_tick
 
     def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:
-        """Return the window cut at each tick: so the tick of a message costs only who asks for it."""
+        """Return the window cut at each tick, so that only a query that reads tick_id pays for it."""
         queue, incarnation = _connect.literal(self.queue), f"{_connect.literal(self.incarnation)}::uuid"
         ticks = _result(
             statement,
@@ -259,7 +260,7 @@ class Archived(Window):
 
     @property
     def tick_id(self) -> None:
-        """What is archived has no tick any more."""
+        """Return None: an archived message has no tick."""
         return
 
     def by_tick(self, statement: AdbcStatement) -> Iterator[Window]:
@@ -300,7 +301,7 @@ class Task(InputPartition):
 
 
 def read(parsed: Options, wanted: Layout, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-    """Read the windows of a task in their order."""
+    """Return the rows of a task's windows, in the order of the windows."""
     # Spark gives a partition without a window where a batch read has none.
     for window in partition.windows if isinstance(partition, Task) else ():
         try:
@@ -344,7 +345,7 @@ def _read(parsed: Options, wanted: Layout, window: Window) -> Iterator[pa.Record
 
 
 def _fetched(statement: AdbcStatement, parsed: Options, opening: str) -> Iterator[pa.RecordBatch]:
-    """Open a cursor and return its rows, as many at once as the option or the server says; fewer where
+    """Open a cursor and return its rows, as many at once as the option or the server gives; fewer if
     messages are large."""
     (opened,) = _result(statement, f"select {opening} as rows")
     most = size = parsed.fetchSize or opened["rows"][0].as_py()
@@ -421,7 +422,7 @@ class _BatchMaker:
         )
 
     def __call__(self, found: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, str]]:
-        """Return a batch, and of what is left out of it why, by the message's id."""
+        """Return a batch, and by id the reasons why messages are left out of it."""
         import pyarrow as pa
 
         columns = iter(found.columns)

@@ -1,4 +1,4 @@
-"""The data source `pgque` of Spark: which class reads or writes, by the options."""
+"""Choose the class that reads or writes for the data source `pgque`, by the options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def _parsed(given: Mapping[str, str], mode: str) -> options.Options:
     """Return the options, with libpq's parameters in place of a url, for which tasks would need psycopg.
 
-    Raises ImportError that says what to install, if a package of pgque[spark] is missing.
+    Raises ImportError with the command that installs it, if a package of pgque[spark] is missing.
     """
     with packages():
         import psycopg  # noqa: F401

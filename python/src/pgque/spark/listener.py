@@ -54,7 +54,7 @@ _FAMILIES = {
 
 
 class _Seen(NamedTuple):
-    """One queue of a running query, on one of its servers if it has several."""
+    """Describe one queue of a running query, on one of its servers if it has several."""
 
     query: str
     server: str | None
@@ -88,7 +88,7 @@ class PgqueListener(StreamingQueryListener):
             registry.register(_collector(self._seen))
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
-        """Do nothing: only a progress names the queue."""
+        """Ignore the start: only a progress names the queue."""
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:
         """Log the progress and keep its figures."""

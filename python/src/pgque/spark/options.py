@@ -1,4 +1,4 @@
-"""The options of the data source `pgque`: one table to check them by, and to print the documentation from.
+"""Check the options of the data source `pgque` by one table, and print their documentation from it.
 
 python -m pgque.spark.options     print the table in Markdown
 """
@@ -38,7 +38,7 @@ BY_TICK = "tick"
 BY_KEY = "key"
 ROUND_ROBIN = "round-robin"
 
-# What can be read, in this order
+# Columns that can be read, in this order
 READ_COLUMNS = (
     "server", "queue", "tick_id", "msg_id", "type", "payload", "key", "created_at", "retry_count", "headers"
 )  # fmt: skip
@@ -177,7 +177,7 @@ def _columns(value: str) -> tuple[str, ...]:
 
 _CONNECTION = (
     Option("url", "libpq's", _ALL, "connection string: postgresql://…, jdbc:postgresql://… or host=… dbname=…; Spark's UI may show a password in it", _text),
-    Option("host", "PGHOST", _ALL, "server; takes precedence over `url`, as do the options below", _text),
+    Option("host", "PGHOST", _ALL, "server; this and the options below override `url`", _text),
     Option("port", "PGPORT", _ALL, "port", _text),
     Option("dbname", "PGDATABASE", _ALL, "database", _text),
     Option("user", "PGUSER", _ALL, "role", _text),
@@ -192,37 +192,37 @@ _CONNECTION = (
 
 OPTIONS: tuple[Option, ...] = (
     *_CONNECTION,
-    Option("servers", "none", _ALL, "several servers in place of `host`: host, host:port or host:port/dbname, with commas between them; or @/path, a file with a server in each line. The other connection options are those of each server", _servers, "0.7"),
-    Option("queue", "required", _ALL, "queue to read, or to write where the frame has no column `queue` or a null in it", _text),
-    Option("queues", "none", _READ, "several queues in place of `queue`: names with commas between them, `*` stands for any text", _words, "0.7"),
-    Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps the messages for the stream. Each query needs its own", _text),
-    Option("consumer", "none", frozenset({BATCH_READ}), "reads the retries of this consumer of a stream, too", _text),
+    Option("servers", "none", _ALL, "several servers in place of `host`: host, host:port or host:port/dbname, with commas between them; or @/path, a file with one in each line. The other connection options are for each of them", _servers, "0.7"),
+    Option("queue", "required", _ALL, "queue to read, or to write if a row has no `queue`", _text),
+    Option("queues", "none", _READ, "several queues in place of `queue`: names with commas between them; `*` stands for any text", _words, "0.7"),
+    Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps the messages for the stream; each query needs its own", _text),
+    Option("consumer", "none", frozenset({BATCH_READ}), "also reads the retries of this consumer of a stream", _text),
     Option("startingAt", "committed", frozenset({STREAM_READ}), "start of a new consumer: committed or latest (from now on), earliest, a tick id, a time; archive (see From the archive to now). An existing consumer starts at its position", _place("committed", "latest", "earliest", ARCHIVE)),
     Option("archiveOf", "none", frozenset({STREAM_READ}), "with `startingAt=archive`: consumer of the queue whose archive is read first", _text, "0.7"),
     Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _place("earliest", "latest")),
-    Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time. latest is found by each action (PySpark 4.0) or by the first one of a frame (4.3): call `load()` again for newer messages", _place("earliest", "latest")),
-    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "most messages in a micro-batch: whole ticks, at least one, unless the queue has a `max_window`; all: one micro-batch of what is there", _count_or_all),
-    Option("minEventsPerTrigger", "none", frozenset({STREAM_READ}), "a micro-batch waits for at least as many new messages, but not in a run with `once` or `availableNow`, nor for the first one of a run", _count, "0.11"),
-    Option("maxTriggerDelay", "15m", frozenset({STREAM_READ}), "with `minEventsPerTrigger`: how long it waits at most, such as 500ms, 90s, 15m or 1h", _duration, "0.11"),
-    Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "ticks in a micro-batch", _count),
-    Option("numPartitions", "4", _READ, "tasks at most, each with a connection", _count),
-    Option("splitBy", BY_TICK, _READ, "how tasks share the messages: tick: each gets a range of ticks or of ids; key: each gets all messages of its keys", _one_of(BY_TICK, BY_KEY), "0.11"),
-    Option("ordered", "false", _READ, "true: each task reads in the order of ids, which costs a sort. It does so anyway with `numPartitions=1` or `splitBy=key`", _truth, "0.11"),
+    Option("endingAt", "latest", frozenset({BATCH_READ}), "latest, earliest, a tick id, a time. latest is found by each action (PySpark 4.0) or a frame's first one (4.3): call `load()` again for newer messages", _place("earliest", "latest")),
+    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "most messages in a micro-batch, of all queues and servers: whole ticks, at least one, unless the queue has a `max_window`; all: one micro-batch of what is there", _count_or_all),
+    Option("minEventsPerTrigger", "none", frozenset({STREAM_READ}), "a micro-batch waits for this number of new messages, except the first one of a run, and a run with `once` or `availableNow`", _count, "0.11"),
+    Option("maxTriggerDelay", "15m", frozenset({STREAM_READ}), "with `minEventsPerTrigger`: longest wait, such as 500ms, 90s, 15m or 1h", _duration, "0.11"),
+    Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "most ticks in a micro-batch, of each queue", _count),
+    Option("numPartitions", "4", _READ, "most tasks, each with a connection", _count),
+    Option("splitBy", BY_TICK, _READ, "how tasks share the messages: by tick (ranges of ticks or of ids), or by key (each gets all messages of its keys)", _one_of(BY_TICK, BY_KEY), "0.11"),
+    Option("ordered", "false", _READ, "true: each task reads in the order of ids, which costs a sort; always so with `numPartitions=1` or `splitBy=key`", _truth, "0.11"),
     Option("fetchSize", "2000", _READ, "rows in a record batch, which the server and a task hold in memory; 200 by default if messages above 2 kB may be among them", _count),
-    Option("types", "all", _READ, "message types to read, with commas between them; the server sends no others", _words),
-    Option("columns", "all", _READ, "columns to read, with commas between them, in this order; the server sends no others. `tick_id` only if it is named", _columns, "0.7"),
+    Option("types", "all", _READ, "message types that the server sends, with commas between them", _words),
+    Option("columns", "all", _READ, "columns to read, in this order, with commas between them; the server sends no others. `tick_id`, the tick that made a message visible, only if named: it costs a query for each tick", _columns, "0.7"),
     Option("includeHeaders", "false", _READ, "adds the column headers map<string,string>", _truth),
     Option("payloadFormat", "text", _READ, "text: a string, null for a message of bytes; binary: bytes for both", _one_of("text", "binary")),
     Option("payloadSchema", "none", _READ, "columns of a JSON payload in place of the column payload: `id bigint, total double`", _text, "0.7"),
-    Option("badRecords", KEEP, frozenset({STREAM_READ}), "payloads that do not parse: keep them in column `_corrupt`, or make dead letters of them", _one_of(KEEP, DEAD), "0.7"),
+    Option("badRecords", KEEP, frozenset({STREAM_READ}), "keep: payloads that do not parse are in column `_corrupt`; dead: they become dead letters", _one_of(KEEP, DEAD), "0.7"),
     Option("failOnDataLoss", "true", _READ, "false: if ticks are gone, or the queue was created again, log a warning and go on with the earliest tick", _truth),
-    Option("pollIntervalMs", "200", frozenset({STREAM_READ}), "milliseconds for which the newest tick is remembered", _not_negative),
+    Option("pollIntervalMs", "200", frozenset({STREAM_READ}), "milliseconds for which the driver remembers the newest tick", _not_negative),
     Option("delivery", EXACTLY_ONCE, _WRITE, "exactly-once: a micro-batch is sent whole and once; at-least-once: each task sends its rows", _one_of(EXACTLY_ONCE, AT_LEAST_ONCE)),
-    Option("sinkId", "the query's id", frozenset({STREAM_WRITE}), "name under which the numbers of micro-batches are stored; see Exactly once", _text),
-    Option("sinkId", "none", frozenset({BATCH_WRITE}), "with `epoch`: name under which the numbers are stored", _text),
+    Option("sinkId", "the query's id", frozenset({STREAM_WRITE}), "name under which the numbers of micro-batches are stored, see Exactly once", _text),
+    Option("sinkId", "none", frozenset({BATCH_WRITE}), "with `epoch`: name for the stored numbers", _text),
     Option("epoch", "none", frozenset({BATCH_WRITE}), "with `sinkId`: number of this write, such as that of `foreachBatch`; it is written once", _not_negative),
-    Option("spread", BY_KEY, _WRITE, "with `servers`, which of them gets a row: key: that of its key's hash; round-robin: each in turn, only with `delivery=at-least-once`", _one_of(BY_KEY, ROUND_ROBIN), "0.7"),
-    Option("replaceByKey", "false", _WRITE, "true: column `key` is the key of `send()`, so a message replaces the pending message with its key. false: it is the partition key", _truth, "0.7"),
+    Option("spread", BY_KEY, _WRITE, "which of `servers` gets a row: key: number `crc32(key) % servers`, from 0 in the order of their names; round-robin: each in turn, only with `delivery=at-least-once`", _one_of(BY_KEY, ROUND_ROBIN), "0.7"),
+    Option("replaceByKey", "false", _WRITE, "true: column `key` is the key of `send()`, so that a message replaces the pending one with its key. false: it is the partition key", _truth, "0.7"),
     Option("onFull", FAIL, _WRITE, "fail: a write to a queue that is full or paused fails. wait: it tries again", _one_of(FAIL, WAIT), "0.7"),
     Option("onFullTimeout", "300", _WRITE, "with `onFull=wait`: seconds until the write fails, at most 43200", _half_a_day, "0.7"),
     Option("batchSize", "1000", _WRITE, "messages in a row of the staging table, at most 1000", _count),
@@ -233,7 +233,7 @@ _CONNECTION_NAMES = frozenset(option.name for option in _CONNECTION)
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the parsed options; `connection` may hold a password and is never shown."""
+    """Keep the parsed options; `connection` may hold a password and is never shown."""
 
     connection: Mapping[str, str] = field(repr=False, default_factory=dict)
     # Their names, host:port/dbname, sorted: so each process has the same
@@ -250,7 +250,7 @@ class Options:
     numPartitions: int = 4
     splitBy: str = BY_TICK
     ordered: bool = False
-    # None: as many as the server says
+    # None: the number that the server gives
     fetchSize: int | None = None
     types: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
@@ -285,7 +285,7 @@ class Options:
 
 
 def parse(given: Mapping[str, str], *modes: str) -> Options:
-    """Check the options for what is to be done; `modes` has more than one where that is not known yet.
+    """Return the checked options of a read or a write; `modes` has several if it is not known yet which.
 
     Names are taken in any case. Raises PgqueBadArgumentError for an option that is unknown, out of place, out
     of range or missing; values of connection options are never part of the message.
@@ -377,7 +377,7 @@ def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, list[Option]
             f"{view}"
         )
     if name.lower() == "path":
-        return "pgque has no path: say option('queue', …) and call load(), save() or start() without one"
+        return "pgque has no path: set option('queue', …) and call load(), save() or start() without one"
     close = get_close_matches(name.lower(), table, n=1)
     meant = f", did you mean {table[close[0]][0].name}?" if close else ";"
     known = ", ".join(sorted(found[0].name for found in table.values()))

@@ -1,9 +1,9 @@
-"""The sink `pgque` of PySpark: writes frames into queues.
+"""Write frames of PySpark into queues: the sink `pgque`.
 
 Exactly once: each task copies its rows into a staging table, and the driver's commit moves those of the
 tasks that succeeded into their queues, with the number of the micro-batch, in one transaction. So a replay is
-left out however it is partitioned, and what failed or was run twice leaves nothing. With several servers,
-each of them has its share of the rows, its transaction and its number of the micro-batch.
+left out however it is partitioned, and a task that failed or was run twice leaves nothing. With several
+servers, each of them has its share of the rows, its transaction and its number of the micro-batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 
 @dataclass(frozen=True)
 class Staged(WriterCommitMessage):
-    """Say what a task wrote and the driver has to move: nothing, or a share for each server that got rows.
+    """Tell the driver what it has to move for a task: nothing, or a share for each server that got rows.
     `servers` is the stored list of those that the epoch is spread over."""
 
     sink_id: str
@@ -65,7 +65,7 @@ class Staged(WriterCommitMessage):
 
 
 class _Writer:
-    """What writers of batches and of micro-batches share."""
+    """Stage and send rows: the common part of the writers of batches and of micro-batches."""
 
     def __init__(self, parsed: Options, schema: StructType, overwrite: bool) -> None:
         if overwrite:
@@ -113,7 +113,8 @@ class _Writer:
     def _apply(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Move what the tasks staged into the queues, in one transaction on each server.
 
-        What fails or is killed halfway is completed by a replay: a server that has the epoch leaves it out.
+        A commit that fails or is killed halfway is completed by a replay: a server that has the epoch leaves
+        it out.
         """
         staged = [message for message in messages if isinstance(message, Staged) and message.shares]
         if not staged:
@@ -187,37 +188,37 @@ class PgqueWriter(_Writer, DataSourceArrowWriter):
         self._sink_id = parsed.sinkId or f"batch-{uuid.uuid4()}"
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Stage what a task has."""
+        """Stage the rows of a task."""
         return self._stage(iterator, self._sink_id, self._options.epoch)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Send what was staged."""
+        """Send the staged rows."""
         self._apply(messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Leave what was staged to be swept away."""
+        """Do nothing: maintenance deletes the staged rows."""
 
 
 class PgqueStreamWriter(_Writer, DataSourceStreamArrowWriter):
     """Write micro-batches, each once."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Stage what a task has. The numbers of query and micro-batch come from Spark's task."""
+        """Stage the rows of a task. The numbers of query and micro-batch come from Spark's task."""
         from pyspark import TaskContext
 
         task = TaskContext.get()
         query = task.getLocalProperty("sql.streaming.queryId") if task else None
         batch = task.getLocalProperty("streaming.sql.batchId") if task else None
         if query is None or batch is None:
-            raise PgqueError("this Spark does not tell the task its query and micro-batch")
+            raise PgqueError("this Spark does not give the task the ids of its query and micro-batch")
         return self._stage(iterator, self._options.sinkId or query, int(batch))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
-        """Send what was staged, unless this micro-batch was sent before."""
+        """Send the staged rows, unless this micro-batch was sent before."""
         self._apply(messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
-        """Leave what was staged to be swept away."""
+        """Do nothing: maintenance deletes the staged rows."""
 
 
 def _chain(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

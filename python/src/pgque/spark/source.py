@@ -1,7 +1,7 @@
-"""The data source `pgque` of PySpark: reads queues, as a table or as a stream.
+"""Read queues with PySpark, as a table or as a stream: the source `pgque`.
 
 An offset of the stream is a tick, or a place within a window, see `_offset`. Between two of them
-`read_window` returns the same messages for ever, so whatever Spark replays is what it read before.
+`read_window` always returns the same messages, so that a replay reads the same as before.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _POSITION = "select i.last_tick from pgque.get_consumer_info(%s, %s) as i"
 
 
 def refuse_loss(parsed: Options, queue: str, text: str) -> None:
-    """Raise PgqueTickNotFoundError, or log the text where failOnDataLoss=false goes on with what is left."""
+    """Raise PgqueTickNotFoundError, or log the text if failOnDataLoss=false goes on with the rest."""
     if parsed.failOnDataLoss:
         raise PgqueTickNotFoundError(
-            f"{text}. Start again with another checkpoint, or go on with what is left with"
-            " failOnDataLoss=false",
+            f"{text}. Start again with another checkpoint, or set failOnDataLoss=false to"
+            " go on with the messages that are there",
             sqlstate="PQ015",
             queue=queue,
         )
@@ -70,7 +70,7 @@ def refuse_loss(parsed: Options, queue: str, text: str) -> None:
 
 
 def _reason(error: PgqueError) -> str:
-    """Return what an error says, without its hint."""
+    """Return the text of an error, without its hint."""
     return str(error).removesuffix(f"\nhint: {error.hint}").rstrip(".")
 
 
@@ -82,7 +82,7 @@ class PgqueReader(DataSourceReader):
         self._layout = _window.layout(parsed, schema)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Look the ticks up and split what lies between them."""
+        """Return windows between the ticks of the options, split for the tasks."""
         parsed = self._options
         windows: list[Window] = []
         seen: dict[str, str] = {}
@@ -153,7 +153,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         self._reached: Places | None = None
         # The end of the micro-batch that runs, or ran last
         self._end: Mapping[str, Any] | None = None
-        # The end to which the position moved before Spark said so
+        # The end to which the position moved before Spark's commit()
         self._moved: Mapping[str, Any] | None = None
         self._in_step = True
         self._replayed = 0
@@ -183,18 +183,18 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         before = offset.get("queue", queue)
         if queue is not None and before != queue and self._connected().missing(before) is None:
             raise PgqueBadArgumentError(
-                f"the checkpoint is of queue {before}, whose ticks say nothing about queue {queue}: start"
+                f"the checkpoint is of queue {before}, whose ticks mean nothing in queue {queue}: start"
                 " with another checkpoint, from the consumer's position"
             )
         return load(queue, offset)
 
     def initialOffset(self) -> dict[str, Any]:
-        """Return the consumer's position. Asked again when the first micro-batch is replayed, and the same
-        then."""
+        """Return the consumer's position. When the first micro-batch is replayed, Spark calls this again and
+        gets the same."""
         return self._offset(self._connected().positions())
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """Remember the newest ticks, which the run ends at."""
+        """Remember the newest ticks, at which the run ends."""
         self._upto = self._connected().newest()
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -210,7 +210,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         if isinstance(limit, ReadAllAvailable):
             return None, None
         parsed = self._options
-        # 4.0 and 4.1 name no limit. What the first micro-batch leaves, an availableNow run does not read.
+        # 4.0 and 4.1 give no limit. Their availableNow run has one micro-batch, which only the user cuts.
         events = parsed.maxEventsPerTrigger if limit is None else self._pace.next(time.time())
         return None if events == options.ALL else events, parsed.maxTicksPerTrigger
 
@@ -224,7 +224,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         return found
 
     def _next_offset(self, start: Mapping[str, Any] | None, limit: ReadLimit | None) -> dict[str, Any]:
-        # 4.0 and 4.1 do not tell where they are: behind the offset that they asked for last. After a restart
+        # 4.0 and 4.1 give no start: they are at the offset that they asked for last. After a restart
         # they first ask for the partitions of the one that they stand at.
         reached = self._reached or {} if start is None else self._places(start)
         driver = self._connected()
@@ -313,7 +313,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
 
 
 class _Driver:
-    """The driver's side of a stream: one connection, which holds the consumer's lock on each queue."""
+    """Plan a stream in the driver, by one connection, which holds the consumer's lock on each queue."""
 
     def __init__(self, parsed: Options) -> None:
         self._options = parsed
@@ -355,10 +355,10 @@ class _Driver:
         return dict(rows)
 
     def report(self, reached: Places) -> dict[str, dict[str, Any]]:
-        """Return how far the stream is behind when it has read up to `reached`, by queue. Asked for once a
-        micro-batch: while nothing is new, Spark calls a hundred times a second."""
+        """Return how far the stream is behind when it has read up to `reached`, by queue. The server is asked
+        once a micro-batch, because Spark calls this a hundred times a second while nothing is new."""
         before, found = self._reported
-        # A checkpoint may have queues that are not asked for any more.
+        # A checkpoint may have queues that the options no longer name.
         reached = {queue: place for queue, place in reached.items() if queue in self._streams}
         if before != reached:
             try:
@@ -377,7 +377,7 @@ class _Driver:
         newest = self.newest()
         if self._counted[0] != (after, newest):
             ends = {queue: Place(tick, after[queue].incarnation) for queue, tick in newest.items()}
-            # What has no tick yet is behind both.
+            # Messages without a tick yet are in both figures.
             more, less = (
                 sum(one["eventsBehind"] for one in self.do(partial(self._lags, places)).values())
                 for places in (after, ends)
@@ -454,7 +454,7 @@ class _Driver:
             windows = stream.split(start, end)
             found += windows
             if windows and not stream.unstaged:
-                # What a run before this one could not parse is read again, maybe with other options.
+                # Messages that an earlier run could not parse are read again, maybe with other options.
                 stream.unstage(windows[0])
         return found
 
@@ -467,14 +467,14 @@ class _Driver:
         return None
 
     def _left_out(self, queue: str) -> None:
-        """Refuse to go on without a queue that was dropped; one that is not asked for any more is no loss."""
+        """Refuse to go on without a dropped queue; a queue that the options no longer name is no loss."""
         error = self.missing(queue)
         if error is None:
             return
         if self._options.failOnDataLoss:
             raise PgqueQueueNotFoundError(
-                f"{error}; the checkpoint has it, and its messages may be lost for this query. Go on"
-                " without it with failOnDataLoss=false",
+                f"{error}; the checkpoint has it, and its messages may be lost for this query. To go"
+                " on without it, set failOnDataLoss=false",
                 sqlstate=error.sqlstate,
                 queue=queue,
             )
@@ -487,7 +487,7 @@ class _Driver:
             self._stream(queue).commit(place)
 
     def _stream(self, queue: str) -> _Stream:
-        # A queue that is not asked for any more still has the micro-batch that was read before.
+        # A queue that the options no longer name still has the micro-batch that was read before.
         return self._streams.get(queue) or _Stream(self, self._options, queue)
 
     def close(self) -> None:
@@ -534,13 +534,13 @@ class _Driver:
 
 
 class _Stream:
-    """One queue of a stream."""
+    """Plan one queue of a stream."""
 
     def __init__(self, driver: _Driver, parsed: Options, queue: str) -> None:
         self._driver = driver
         self._options = parsed
         self._queue = queue
-        # Of the queue as this stream knows it: its ticks are of no use in another one.
+        # The incarnation of the queue that this stream knows: its ticks mean nothing in another one.
         self.incarnation: str | None = None
         self.position = -1
         self._committed = -1
@@ -679,7 +679,7 @@ class _Stream:
 
     def split(self, start: Place, end: Place) -> list[Window]:
         """Cut a window into what the tasks read."""
-        # What is not known of an earlier version's checkpoint is that of the queue that is there.
+        # An earlier version's checkpoint has no incarnation: it gets that of the queue that is there.
         incarnation = end.incarnation or self.incarnation or start.incarnation
 
         def split(conn: _connect.Connection, start: Place = start) -> list[Window]:
@@ -752,8 +752,8 @@ class _Stream:
         if parsed.failOnDataLoss:
             raise PgqueTickNotFoundError(
                 f"messages behind tick {start} of queue {self._queue} are lost for this query:"
-                f" {_reason(error)}. Start again with another checkpoint, or go on with what is left"
-                " with failOnDataLoss=false",
+                f" {_reason(error)}. Start again with another checkpoint, or set failOnDataLoss=false"
+                " to go on with the messages that are there",
                 sqlstate=error.sqlstate,
                 hint=error.hint,
                 queue=self._queue,
