@@ -36,7 +36,8 @@ exception
 end
 $$;
 
--- Does the same for a database of 0.7.0 or earlier, as a part of maintenance.
+-- Creates the view of _note_complete() in a database of 0.7.0 or earlier, as a part of
+-- maintenance.
 create or replace function pgque._note_complete_later() returns int
 language plpgsql as $$
 begin
