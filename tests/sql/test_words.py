@@ -99,7 +99,7 @@ def test_the_reference_translates_the_old_names_that_hold_a_message(conn: Connec
 
 
 def test_dead_letters_are_listed_with_the_words_of_messages_and_only_to_administrators_of_all_queues(
-    own: Connection, roles: object
+    own: Connection,
 ) -> None:
     for queue in ("q", "other"):
         value(own, "select pgque.create_queue(%s)", queue)

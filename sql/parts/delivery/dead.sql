@@ -188,7 +188,7 @@ comment on function pgque.dlq_inspect(text, int, text, text, text, text, timesta
 -- so a role with a right to one queue calls dlq_inspect(), which checks that right.
 create or replace view pgque.dead_letters as
 select q.queue_name as queue, c.co_name as consumer, d.dl_id, d.ev_id as msg_id, d.ev_type as type, d.ev_data as payload, d.ev_bytes as payload_bytes,
-  d.ev_headers as headers, d.ev_key as key, d.dl_reason as reason, d.dl_receives as receive_count, coalesce(d.ev_retry, 0) as retry_count,
+  d.ev_headers as headers, d.ev_key as key, d.dl_reason as reason, greatest(d.dl_receives, d.ev_retry) as receive_count, coalesce(d.ev_retry, 0) as retry_count,
   d.ev_time as created_at, d.dl_time as dead_at, d.ev_expires as expires_at, d.dl_held as held
 from pgque.dead_letter d
 join pgque.queue q on q.queue_id = d.dl_queue_id
@@ -206,7 +206,7 @@ comment on column pgque.dead_letters.payload_bytes is 'The payload, if it was se
 comment on column pgque.dead_letters.headers is 'Metadata that the sender gave: a JSON object.';
 comment on column pgque.dead_letters.key is 'Key that the sender gave; NULL if none.';
 comment on column pgque.dead_letters.reason is 'Why the message was given up: the reason of the last nack().';
-comment on column pgque.dead_letters.receive_count is 'How often the message was delivered to a worker.';
+comment on column pgque.dead_letters.receive_count is 'How often the message was delivered; for a consumer on its own, how often it failed.';
 comment on column pgque.dead_letters.retry_count is 'How often the message was rejected.';
 comment on column pgque.dead_letters.created_at is 'When the message was sent.';
 comment on column pgque.dead_letters.dead_at is 'When the message became a dead letter.';
