@@ -912,8 +912,8 @@ end
 $$;
 comment on function pgque.health() is
   'Returns one check a row: status (ok, warn or fail), detail (what was found) and advice (what to do). The settings health_* of a queue are its '
-  'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues (two a queue, see '
-  'max_locks_per_transaction), some queues are checked, chosen at random, and the check queues says so.';
+  'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues '
+  '(two a queue, see max_locks_per_transaction), the call checks some queues, chosen at random. The check queues then warns.';
 
 -- One pass over the queues for checks and figures: each takes its locks, and reads its
 -- ticks and positions, once.
@@ -954,8 +954,8 @@ begin
 end
 $$;
 comment on function pgque.overview(text, pgque.caller) is
-  'Returns what pgque web and pgque top show first, one row for each queue that the caller has a right to, or for one queue: paused, ev_per_sec '
-  '(over the last minute), events (sent, ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries (rejected '
-  'messages, without delayed ones), dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), ticker_paused, and problems '
-  '(the rows of health() that are not ok, as a JSON array). For a member of pgque_reader, a first row without a queue has the problems of the whole '
-  'server. Figures are NULL if another session has a table of the queue locked. Errors: PQ001 no such queue.';
+  'Returns the figures of the first page of pgque web and pgque top, one row for each queue that the caller has a right to, or for one queue. '
+  'ev_per_sec: messages a second, over the last minute. events: messages sent, ever. pending_events, lag_seconds: greatest value of a consumer. '
+  'retries: rejected messages, without delayed ones. in_flight: leased messages. bytes: only for one queue. problems: the rows of health() that are '
+  'not ok, as a JSON array. For a member of pgque_reader, a first row without a queue has the problems of the whole server. Figures are NULL if '
+  'another session has a table of the queue locked. Errors: PQ001 no such queue.';

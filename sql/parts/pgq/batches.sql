@@ -132,10 +132,10 @@ create or replace function pgque.next_batch_custom(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
 comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
-  'Opens a batch with conditions on its end, and returns its batch_id, NULL if there is none, with the ids, times and event sequences of its two '
-  'ticks. min_lag: the batch ends at a tick that is at least this old. min_count, min_interval: it ends at the nearest tick so that it spans at '
-  'least this number of messages or this time. NULL is no condition. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
-  'subscribed.';
+  'Opens a batch with conditions on its end; NULL is no condition. min_lag: the batch ends at a tick that is at least this old. min_count, '
+  'min_interval: it ends at the nearest tick so that it spans at least this number of messages or this time. The result is batch_id (NULL if there '
+  'is none), and the ids, times and event sequences of the batch''s two ticks. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 '
+  'not subscribed.';
 
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
@@ -145,9 +145,9 @@ create or replace function pgque.next_batch_info(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch_info(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its batch_id, NULL if there is none (see next_batch()), with the ids, times and '
-  'event sequences of its two ticks. If the batch is a part of a window (see max_window), the ticks are those of the window. Errors: PQ001 no such '
-  'queue; PQ005 the consumer has workers; PQ011 not subscribed.';
+  'Opens the next window between two ticks as a batch; see next_batch(). The result is batch_id (NULL if there is none), and the ids, times and '
+  'event sequences of the batch''s two ticks. If the batch is a part of a window (see max_window), the ticks are those of the window. Errors: PQ001 '
+  'no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select pgque._open_batch($1, $2, null, null, null, null) $$;

@@ -267,11 +267,11 @@ language sql as $$
   select * from pgque._next_batch($1, $2, $3, $4, $5, $6);
 $$;
 comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval) is
-  'Opens a batch with conditions on its end for one of several workers (subconsumers) that share a consumer, and returns its batch_id, NULL if there '
-  'is none, with the ids, times and event sequences of its two ticks. Each worker gets other windows. Registers the worker on first use. min_lag: '
-  'the batch ends at a tick that is at least this old. min_count, min_interval: it ends at the nearest tick so that it spans at least this number of '
-  'messages or this time. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. NULL is no '
-  'condition. Errors: PQ001 no such queue; PQ004 invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
+  'Opens a batch with conditions on its end for one of several workers (subconsumers) that share a consumer; each worker gets other windows. '
+  'Registers the worker on first use. NULL is no condition. min_lag: the batch ends at a tick that is at least this old. min_count, min_interval: it '
+  'ends at the nearest tick so that it spans at least this number of messages or this time. dead_interval: if a worker was silent for longer, its '
+  'batch is taken over first, under a new batch id. The result is batch_id (NULL if there is none), and the ids, times and event sequences of the '
+  'batch''s two ticks. Errors: PQ001 no such queue; PQ004 invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
 
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null

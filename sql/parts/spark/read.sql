@@ -164,13 +164,13 @@ begin
 end
 $$;
 comment on function pgque.next_window(text, bigint, bigint, bigint, int, bigint, text, uuid, boolean, pgque.caller) is
-  'Returns where the next piece of work ends, for a reader that has read up to after_tick. to_tick: as next_tick() returns it; NULL if there is no further tick. '
-  'upto_id: NULL for whole ticks. If the queue has a max_window, a piece has at most this number of events, and at most max_events. Then a window with more is cut: the piece has '
-  'its ids up to upto_id, and the next call is for the rest, with the same after_tick, this upto_id as after_id, and this to_tick as upto. cut: cut a window without max_window too, if it '
-  'has more than twice max_events, as one tick may. Read a piece with read_window(queue_name, after_tick, '
-  'to_tick, after_id => …, upto_id => …). It has more events only if several have its last id (bodies of a key). consumer_name: its retries count too. incarnation: see '
-  'queue_incarnation(). Errors: PQ001 no such queue; PQ005 a limit is below 1, or after_id without upto; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another '
-  'incarnation.';
+  'Returns where the next piece of work ends, for a reader that has read up to after_tick. to_tick: the tick that ends the piece; NULL if there is '
+  'no further tick. upto_id: NULL for whole ticks. With a max_window of the queue, a piece has at most this number of events, and at most '
+  'max_events. A larger window is cut: the piece has its ids up to upto_id, and the next call continues it with the same after_tick, this upto_id as '
+  'after_id, and this to_tick as upto. cut: without max_window, a window is cut if it has more than twice max_events, as one tick may. Read a piece '
+  'with read_window(queue_name, after_tick, to_tick, after_id => …, upto_id => …). It has more events only if several have its last id (bodies of a '
+  'key). consumer_name: its retries count as well. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ005 a limit is below 1, or '
+  'after_id without upto; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another incarnation.';
 
 -- Returns a part of the window between two ticks as a position: the ids above p_after, up to
 -- p_upto.

@@ -318,10 +318,12 @@ begin
 end
 $$;
 comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[], uuid, pgque.caller) is
-  'Returns the messages with ids above after_id, up to upto_id, of the archive that a consumer reads first, in the order of their ids; see subscribe_archive(). The columns are those of read_window(); '
-  'ev_txid may be NULL. types: only messages of these types. Each call returns the same messages, but for those that are deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by '
-  'drop_policy drop, or because they expire. Messages that went to a dead_letter_queue are not among them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
-  'stand at tick_id, or the queue is another incarnation.';
+  'Returns the messages with ids above after_id, up to upto_id, of the archive that a consumer reads first, in the order of their ids; see '
+  'subscribe_archive(). The columns are those of read_window(); ev_txid may be NULL. types: only messages of these types. Each call returns the same '
+  'messages, except those that were deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by drop_policy drop, or because they '
+  'expired. Messages that went to a dead_letter_queue are not among them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 '
+  'not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand at tick_id, or the queue is '
+  'another incarnation.';
 
 create or replace function pgque.archive_read_cursor(
   cursor_name text, queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, incarnation uuid default null,
