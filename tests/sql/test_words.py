@@ -1,4 +1,4 @@
-"""One vocabulary: results of new functions are called queue, msg_id, payload, type, reason; old names are those of api part A."""
+"""One vocabulary: results of new functions are called queue, msg_id, payload, type, reason. Old names stay for clients."""
 
 from __future__ import annotations
 
