@@ -71,7 +71,7 @@ begin
 end
 $$;
 
--- It chose the messages, and its caller relies on that.
+-- _chosen_sql() chose the messages, and its caller relies on that.
 create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
 language sql as $$ select pgque._overtaken() $$;
 

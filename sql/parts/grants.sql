@@ -44,7 +44,7 @@ language sql immutable as $$
   select g.kind, o.name, r.name, i.name
   from (values
     ('schema', 'pgque', 'pgque_reader pgque_writer pgque_admin pgque_user', 'USAGE'),
-    ('table', 'queue consumer subscription tick retry_queue dead_letter archive config queue_right subscriber sink_epoch sink_attempt event__ tick__',
+    ('table', 'queue consumer subscription tick retry_queue dead_letter dead_letters archive config queue_right subscriber sink_epoch sink_attempt event__ tick__',
       'pgque_admin', 'SELECT'),
     ('table', 'sink sink_bulk', 'pgque_writer', 'SELECT INSERT'),
     ('table', 'sink_stage_0 sink_stage_1', 'pgque_writer', 'INSERT'),

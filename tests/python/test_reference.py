@@ -248,3 +248,56 @@ def test_a_comment_begins_with_what_the_caller_gets(dsn: str) -> None:
     )
     assert {s: coined.findall(c) for s, c in comments.items() if coined.search(c)} == {}
     assert [s for s, c in comments.items() if re.search(r"\bPQ0\d\d\b", c.partition("Errors: ")[0])] == []
+
+
+# Words that point at the comment of another object. A reader of \df+ sees one comment at a time.
+LEANING = re.compile(
+    r"^(The same|Same|Like|As|Likewise)\b|\b(as above|see above|one above|the above|those of (a )?texts?|[Ee]rrors: (as|those) (of|for|in)\b|the same (as|for)\b)"
+)
+
+
+def test_every_comment_stands_alone(dsn: str) -> None:
+    query = """
+        select coalesce(p.oid::regprocedure::text, t.oid::regtype::text, c.relname || coalesce('.' || a.attname, '')), d.description
+        from pg_catalog.pg_description as d
+        left join pg_catalog.pg_proc as p on d.classoid = 'pg_proc'::regclass and p.oid = d.objoid
+        left join pg_catalog.pg_type as t on d.classoid = 'pg_type'::regclass and t.oid = d.objoid
+        left join pg_catalog.pg_class as c on d.classoid = 'pg_class'::regclass and c.oid = d.objoid
+        left join pg_catalog.pg_attribute as a on a.attrelid = c.oid and a.attnum = d.objsubid and a.attnum > 0
+        where 'pgque'::regnamespace in (p.pronamespace, t.typnamespace, c.relnamespace)"""
+    with psycopg.connect(dsn) as connection:
+        comments: dict[str, str] = dict(connection.execute(query.encode()).fetchall())
+    assert len(comments) > 300
+    assert {name: text for name, text in comments.items() if LEANING.search(text)} == {}
+    assert [name for name, text in comments.items() if not re.search(r"[.)]$", text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The same for JSON.",
+        "Like send(), for bytes.",
+        "Sends bytes. The options are those of a text.",
+        "Sends bytes. Errors: as of send().",
+    ],
+)
+def test_a_comment_that_leans_on_another_is_found(text: str) -> None:
+    assert LEANING.search(text)
+
+
+def test_overloads_raise_the_errors_of_each_other_and_share_their_text(dsn: str) -> None:
+    """Those that differ in the type of the payload only; the reference shows once what their comments share."""
+    query = """
+        select p.proname, pg_catalog.replace(pg_catalog.regexp_replace(pg_catalog.pg_get_function_arguments(p.oid),
+            '(payloads?) \\w+(\\[\\])?', '\\1'), ', caller pgque.caller DEFAULT CURRENT_USER', '') as arguments,
+          pg_catalog.obj_description(p.oid, 'pg_proc')
+        from pg_catalog.pg_proc as p where p.pronamespace = 'pgque'::regnamespace and p.proname !~ '^_'"""
+    errors: dict[tuple[str, str], list[str]] = {}
+    with psycopg.connect(dsn) as connection:
+        for name, arguments, comment in connection.execute(query.encode()).fetchall():
+            errors.setdefault((name, arguments), []).append(comment.partition("Errors: ")[2])
+        page = "\n".join(reference(connection))
+    alike = {key: found for key, found in errors.items() if len(found) > 1}
+    assert {name for name, _ in alike} >= {"send", "send_batch", "send_idem", "create_recurring"}
+    assert {key: found for key, found in alike.items() if len(set(found)) > 1} == {}
+    assert page.count("headers: a JSON object that travels with the message.") == 1

@@ -115,6 +115,7 @@ NEVER = [
     "select * from pgque.queue",
     "select * from pgque.event",
     "select * from pgque.queue_right",
+    "select * from pgque.dead_letters",
     "insert into pgque.sink_bulk (queue, payload) values ({q}, 'x')",
     "update pgque.queue_right set right_name = 'admin'",
     "select pgque._may(current_user, 'admin', 1)",

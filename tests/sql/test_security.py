@@ -73,6 +73,7 @@ def test_a_role_without_grants_can_call_and_read_nothing(
             "select * from pgque.event",
             "select * from pgque.subscription",
             "select * from pgque.dead_letter",
+            "select * from pgque.dead_letters",
             "call pgque.ticker_loop('1 second')",
             "create table pgque.mine (x int)",
         ):
@@ -172,7 +173,16 @@ def test_an_admin_can_do_all_of_it_but_not_create_objects_or_uninstall(
         value(a, "select pgque.ticker()")
         a.execute("call pgque.ticker_loop('100 milliseconds')")
         assert drain(a, name) == [sent]
-        for relation in ("queue", "consumer", "subscription", "tick", "retry_queue", "dead_letter", "config"):
+        for relation in (
+            "queue",
+            "consumer",
+            "subscription",
+            "tick",
+            "retry_queue",
+            "dead_letter",
+            "dead_letters",
+            "config",
+        ):
             rows(a, f"select * from pgque.{relation}")
         value(a, "select pgque.drop_queue(%s, true)", name)
         value(a, "select pgque.drop_queue(%s)", name + "2")

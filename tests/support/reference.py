@@ -178,6 +178,31 @@ EARLIER = re.compile(r"(Earlier (?:name|form)|Part) of (\w+)\(\)[:.]\s*")
 SET_BY = re.compile(r"\s*\bSet by (\w+)(\([^)]*\))\.")
 PAYLOAD = re.compile(r"(?<=\bpayload )\w+|(?<=\bpayloads )\w+")
 EARLIER_NAMES = "Earlier names"
+OLD_COLUMNS = "Old names of columns"
+# Old names of columns, which existing clients read, and the words of new functions, of the page and of the commands.
+WORDS = {
+    "ev_id, event_id": "msg_id",
+    "ev_data": "payload",
+    "ev_bytes": "payload_bytes",
+    "ev_type, type_name": "type",
+    "ev_headers": "headers",
+    "ev_key": "key",
+    "ev_extra1 to ev_extra4": "extra1 to extra4",
+    "ev_time": "created_at",
+    "ev_expires": "expires_at",
+    "ev_retry": "retry_count",
+    "ev_error": "last_error",
+    "dl_reason": "reason",
+    "dl_time": "dead_at",
+    "dl_held": "held",
+    "queue_name": "queue",
+    "consumer_name": "consumer",
+    "subconsumer_name": "worker",
+    "pending_events": "pending messages",
+    "skipped_events": "missed messages",
+    "ev_new": "messages after the last tick",
+    "ev_per_sec": "messages a second",
+}
 # Types whose values have no unit of their own.
 NUMBERS = frozenset({"int", "integer", "bigint"})
 NONE = ""
@@ -220,6 +245,7 @@ def reference(connection: Connection, examples: Examples | None = None) -> Itera
         links = ", ".join(f"[{example.name}](#{example.name})" for example in group.examples)
         yield f"| {_link(group.title)} | {links} |"
     yield f"| {_link(EARLIER_NAMES)} | what to call instead |"
+    yield f"| {_link(OLD_COLUMNS)} | what `ev_data` and the like mean |"
     yield f"| {_link('Settings')} | of queues and of the loop |"
     yield f"| {_link('Types')} | what `receive`, `ack` and others return |"
     yield ""
@@ -227,6 +253,7 @@ def reference(connection: Connection, examples: Examples | None = None) -> Itera
     yield "  `pgque_writer`. `pgque_user` may call it for the queues that it has a right to (see [grant_queue](#grant_queue))."
     yield "- Functions for `pgque_user` have a last argument `caller`. Leave it out, as here."
     yield "- **Errors** are SQLSTATEs. Besides them any call can fail with 42501 (no right)."
+    yield f"- **Words**: some results have [old names of columns](#{anchor(OLD_COLUMNS)}), such as `ev_data` for the payload."
     yield f"- The examples follow on those of {_link(examples.before_title)}: `:batch` and the like are variables of psql."
     for group in examples.groups:
         yield ""
@@ -239,6 +266,8 @@ def reference(connection: Connection, examples: Examples | None = None) -> Itera
             yield from _entry(example, routines[example.name])
     yield ""
     yield from _earlier(earlier)
+    yield ""
+    yield from _words()
     yield ""
     yield from _settings(connection)
     yield ""
@@ -313,8 +342,13 @@ def _entry(example: Example, overloads: Sequence[Routine]) -> Iterator[str]:
         yield "```sql"
         yield "\n".join(routine.signature for routine in alike)
         yield "```"
-        for routine in alike:
-            yield f"{'- ' if len(alike) > 1 else ''}{routine.text}"
+        texts = [_sentences(routine.text) for routine in alike]
+        common = _common_end(texts) if len(texts) > 1 else []
+        for text in texts:
+            yield f"{'- ' if len(alike) > 1 else ''}{' '.join(text[: len(text) - len(common)])}"
+        if common:
+            yield ""
+            yield " ".join(common)
         for errors in dict.fromkeys(routine.errors for routine in alike if routine.errors):
             yield ""
             yield f"Errors: {errors}"
@@ -325,6 +359,21 @@ def _entry(example: Example, overloads: Sequence[Routine]) -> Iterator[str]:
     yield "```"
     roles = list(dict.fromkeys(routine.roles for routine in overloads))
     yield f"Roles: {'; '.join(roles)}."
+
+
+def _sentences(text: str) -> list[str]:
+    """Return the sentences of a comment."""
+    return re.split(r"(?<=\.) ", text)
+
+
+def _common_end(texts: Sequence[Sequence[str]]) -> list[str]:
+    """Return the sentences with which all texts end; each text keeps its first one for itself."""
+    common: list[str] = []
+    for sentences in zip(*(reversed(text[1:]) for text in texts), strict=False):
+        if len(set(sentences)) > 1:
+            break
+        common.insert(0, sentences[0])
+    return common
 
 
 def _earlier(routines: Sequence[Routine]) -> Iterator[str]:
@@ -342,6 +391,20 @@ def _earlier(routines: Sequence[Routine]) -> Iterator[str]:
         if routine.errors:
             meaning += f" Errors: {routine.errors}"
         yield f"| `{call}` | {kind[1].lower()} of [{kind[2]}](#{kind[2]}) | {meaning[:1].upper()}{meaning[1:]} |"
+
+
+def _words() -> Iterator[str]:
+    yield f"## {OLD_COLUMNS}"
+    yield ""
+    yield "Functions and tables that existing clients read keep their column names. New ones use the word, and so do the"
+    yield "view [dead_letters](#dead_letters), the page and the tables of the commands (`--json` has the names of SQL)."
+    yield "Arguments are called `queue_name`, `consumer_name` and `type_name` in almost all functions."
+    yield ""
+    yield "| old name | word |"
+    yield "|---|---|"
+    for old, word in WORDS.items():
+        names = re.sub(r"\w*_\w+", lambda name: f"`{name[0]}`", old)
+        yield f"| {names} | {re.sub(r'^[a-z_0-9]+$|extra[0-9]', lambda name: f'`{name[0]}`', word)} |"
 
 
 def _short(sql: str) -> str:

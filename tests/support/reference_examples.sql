@@ -56,7 +56,7 @@ select pgque.send_batch('orders', 'order.created', array['{"id": 5}', '{"id": 6}
 select event_id, deduped from pgque.send_idem('orders', 'order.paid', '{"id": 1}', 'payment-4711', ttl => '1 day');
 
 -- group: Recurring messages
--- The ticker sends them at their times. For producers; the role that creates one may change it, too.
+-- The ticker sends a recurring message at its times. For producers; the role that creates one may also change it.
 
 -- create_recurring
 select pgque.create_recurring('nightly', 'orders', '0 3 * * mon-fri', 'report', '{"all": true}', timezone => 'Europe/Berlin');
@@ -110,7 +110,7 @@ select pgque.seek_to_time('orders', 'billing', now() - interval '1 day');
 select pgque.unsubscribe('orders', 'billing');
 
 -- group: Workers
--- Workers share the messages of one consumer: each calls [receive](#receive) with `worker`, and gets messages with a lease.
+-- Workers share the messages of one consumer: each calls [receive](#receive) with `worker`, and leases the messages that it gets.
 
 -- extend
 select pgque.extend(:lease, '1 minute');
@@ -135,14 +135,17 @@ select pgque.set_key_concurrency('orders', 'mailers', 3);
 select pgque.set_key_concurrency('orders', 'mailers', null);
 
 -- group: Failures
--- Dead letters are messages that were given up. These functions list them, deliver them again or delete them.
--- [nack](#nack) rejects a message.
+-- A message that was rejected too often, or that killed its workers, becomes a dead letter. The functions of this chapter list dead
+-- letters, deliver them again or delete them. [nack](#nack) rejects a message.
 
 -- dead
 select * from pgque.dead(:lease, array[:lease_msg], 'no such address');
 
 -- dlq_inspect
 select dl_id, ev_id, consumer_name, dl_reason from pgque.dlq_inspect('orders', 10);
+
+-- dead_letters
+select queue, consumer, msg_id, payload, reason from pgque.dead_letters where queue = 'orders';
 
 -- dlq_requeue
 select pgque.dlq_requeue(:dl_id);
@@ -290,7 +293,7 @@ select pgque.clock();
 select pgque.uninstall();
 
 -- group: Operating: looking at queues
--- None of these changes anything.
+-- No function of this chapter changes anything.
 
 -- health
 select check_name, queue, status, detail, advice from pgque.health() where status <> 'ok';
@@ -339,7 +342,8 @@ select at, event, consumer_name, worker, number, detail from pgque.message_histo
 select consumer_name, status, receive_count, worker from pgque.message_status('orders', :msg_id);
 
 -- group: Streams and sinks (Spark)
--- For programs that keep their own offsets: an offset is the id of a tick, and the queue's incarnation, which says whose tick it is. For Spark itself see [python/SPARK.md](../python/SPARK.md).
+-- For programs that keep their own offsets. An offset is the id of a tick with the queue's incarnation, because a queue that was
+-- created again counts its ticks anew. For Spark itself see [python/SPARK.md](../python/SPARK.md).
 
 -- queue_incarnation
 select pgque.queue_incarnation('orders') as incarnation \gset
@@ -411,7 +415,8 @@ insert into :stage (attempt, n, queue, payload) values (:'attempt', 0, 'orders',
 select pgque.sink_commit('nightly', 1, array[:'attempt'::uuid], 1);
 
 -- group: PgQ's names
--- The functions of PgQ and pgq_coop, for programs written for them and for changes of tables. Elsewhere the functions above are the shorter way.
+-- The functions of PgQ and pgq_coop, for programs that were written for them, and triggers that send changes of tables. New programs
+-- call the functions of the other chapters.
 
 -- jsontriga
 create trigger customers_changed after insert or update or delete on customers

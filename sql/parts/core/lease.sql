@@ -189,7 +189,8 @@ language sql as $$
   select s.token, s.lease, s.settled, s.until from pgque._states(p_sub, (pgque._position(p_sub)).pos_open) s where s.place = 'log'
 $$;
 
--- Returns those of them whose lease expired and whose messages nobody received since.
+-- Returns the open batches of a consumer whose lease expired and whose messages nobody
+-- received since.
 create or replace function pgque._expired_batches(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language plpgsql as $$

@@ -148,7 +148,7 @@ $$;
 --   session 1: commits
 --   result:    message 1 is due before the last query, and no later query finds it
 --
--- The same happens if the clock is set back.  So a query begins a second before the one
+-- A query also misses a row if the clock is set back.  So a query begins a second before the one
 -- before it, and after five seconds one query begins at the beginning again.  A message that
 -- was committed more than a second after it was due waits for that query.
 --

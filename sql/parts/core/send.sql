@@ -313,25 +313,28 @@ $$;
 create or replace function pgque.send(queue_name text, payload text) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
 comment on function pgque.send(text, text) is
-  'Sends one message of type default and returns its id. The payload is kept byte for byte. Every consumer of the queue gets the message after this '
+  'Sends one text as a message of type default, kept byte for byte, and returns its id. Every consumer of the queue gets the message after this '
   'transaction commits and a tick follows. Errors: PQ001 no such queue; PQ003 the queue is full; PQ013 the queue is paused.';
 
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
 comment on function pgque.send(text, jsonb) is
-  'Sends one JSON value as a message of type default and returns its id. The payload is stored in canonical form. Errors: PQ001 no such queue; PQ003 the queue is full; '
-  'PQ013 the queue is paused.';
+  'Sends one JSON value as a message of type default, stored in canonical form, and returns its id. Every consumer of the queue gets the message '
+  'after this transaction commits and a tick follows. Errors: PQ001 no such queue; PQ003 the queue is full; PQ013 the queue is paused.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
 comment on function pgque.send(text, text, text, text) is
-  'Earlier form of send(): sends one text with a type and a partition key, which is an option of send() now, and returns the message''s id.';
+  'Earlier form of send(): sends one text with a type and a partition key, which is an option of send() now, and returns the message''s id. Errors: '
+  'PQ001 no such queue; PQ003 the queue is full; PQ005 the partition key begins with { and may be meant as headers; name the argument headers or '
+  'partition_key; PQ013 the queue is paused.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
 comment on function pgque.send(text, text, jsonb, text) is
   'Earlier form of send(): sends one JSON value with a type and a partition key, which is an option of send() now, and returns the message''s id. '
-  'Errors: PQ005 the partition key begins with { and may be meant as headers; name the argument headers or partition_key.';
+  'Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 the partition key begins with { and may be meant as headers; name the argument '
+  'headers or partition_key; PQ013 the queue is paused.';
 
 -- Returns a partition key that is no JSON object.  Headers in its place must not silently
 -- become a partition key.
@@ -356,13 +359,6 @@ language sql as $$
     else pgque._send_as($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
   end
 $$;
-comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: if a message with this key is '
-  'pending (delivered to no consumer yet), its body and headers are replaced, and its id is returned. delay (from now) or deliver_at: the message '
-  'is not delivered earlier. ttl: the message is not delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay '
-  'and ttl are at most 100 years. partition_key: kept in extra1, and the key that key_concurrency counts, for a message without key. Errors: PQ001 no such queue; '
-  'PQ003 the queue is full; PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a '
-  'change to the key.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
@@ -374,17 +370,34 @@ language sql as $$
     else pgque._send_as($1, $2, $3::pg_catalog.text, null, $4, $5, $6, $7, $8, $9)
   end
 $$;
-comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends one JSON value as a message and returns its id. The payload is stored in canonical form. The options and the errors are those of a text.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
   deliver_at timestamptz default null, ttl interval default null, partition_key text default null
 ) returns bigint
 language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
-comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends bytes as one message and returns its id. Consumers get the bytes in payload_bytes, and payload is NULL. The options and the errors are '
-  'those of a text.';
+
+-- The comments differ in the payload only.
+do $$
+declare
+  v_comment  text[];
+  v_options  constant text :=
+    'headers: a JSON object that travels with the message. key: if a message with this key is pending (delivered to no consumer yet), its body and '
+    'headers are replaced, and its id is returned. delay (from now) or deliver_at: the message is not delivered earlier. ttl: the message is not '
+    'delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay and ttl are at most 100 years. partition_key: kept '
+    'in extra1; for a message without key, it is also the key that key_concurrency counts. Errors: PQ001 no such queue; PQ003 the queue is full; '
+    'PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a change to the key.';
+begin
+  foreach v_comment slice 1 in array array[
+    ['text', 'Sends one text as a message, kept byte for byte, and returns its id. '],
+    ['jsonb', 'Sends one JSON value as a message, stored in canonical form, and returns its id. '],
+    ['bytea', 'Sends bytes as one message and returns its id. Consumers get the bytes in payload_bytes, and payload is NULL. ']]
+  loop
+    execute format('comment on function pgque.send(text, text, %s, jsonb, text, interval, timestamptz, interval, text) is %L',
+      v_comment[1], v_comment[2] || v_options);
+  end loop;
+end
+$$;
 
 -- Appends one event for each element with one statement, and returns ids in input
 -- order.  Taking the ids first is faster than returning them from the insert.
@@ -461,8 +474,10 @@ language sql as $$
   end
 $$;
 comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many texts, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL; their '
-  'meaning is that of send(). Errors: those of send(); PQ005 also for an array of another length.';
+  'Sends many texts, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL, and an '
+  'element means what the option of send() means. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 payloads is NULL or more than '
+  'max_depth, an array of another length, or an invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does '
+  'not see a change to the key.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -476,7 +491,10 @@ language sql as $$
   end
 $$;
 comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many JSON values, all or none, and returns their ids in the order of payloads. The options and the errors are those of texts.';
+  'Sends many JSON values, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL, and an '
+  'element means what the option of send() means. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 payloads is NULL or more than '
+  'max_depth, an array of another length, or an invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does '
+  'not see a change to the key.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -486,4 +504,7 @@ language sql as $$
   select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
 $$;
 comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many messages of bytes, all or none, and returns their ids in the order of payloads. The options and the errors are those of texts.';
+  'Sends many messages of bytes, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL, '
+  'and an element means what the option of send() means. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 payloads is NULL or more than '
+  'max_depth, an array of another length, or an invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does '
+  'not see a change to the key.';

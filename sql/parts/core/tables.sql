@@ -188,8 +188,8 @@ create table if not exists pgque.queue (
 comment on table pgque.queue is 'The queues with their settings; see alter_queue().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
 comment on column pgque.queue.queue_name is 'Name of the queue, 1 to 57 bytes.';
-comment on column pgque.queue.queue_ntables is 'Number of tables that its events rotate through: 3.';
-comment on column pgque.queue.queue_cur_table is 'Number of the table that events go to now: 0 to 2.';
+comment on column pgque.queue.queue_ntables is 'Number of tables that the queue''s messages rotate through: 3.';
+comment on column pgque.queue.queue_cur_table is 'Number of the table that new messages are stored in: 0 to 2.';
 comment on column pgque.queue.queue_rotation_period is
   'Shortest time between two rotations. The queue keeps between two and three periods of messages, and all that the slowest consumer has not '
   'finished.';
@@ -204,16 +204,18 @@ comment on column pgque.queue.queue_ticker_idle_period is 'Time between two tick
 comment on column pgque.queue.queue_max_retries is
   'How often a rejected message is redelivered before it is given up: n retries are n + 1 deliveries. Unit: retries.';
 comment on column pgque.queue.queue_retention_period is
-  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). So '
-  'are retries that were due for longer. For a delayed message the time counts from when it could be delivered. 0 restores the default.';
+  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). '
+  'Retries that were due for longer are given up as well. For a delayed message the time counts from when it could be delivered. 0 restores the '
+  'default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
-comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
-comment on column pgque.queue.queue_tick_seq is 'Sequence of its tick ids. A value above the newest tick requests a tick; see force_next_tick().';
-comment on column pgque.queue.queue_uid is 'Identity of the queue, unique in all databases and for all time.';
+comment on column pgque.queue.queue_event_seq is 'Sequence that the queue''s message ids are drawn from.';
+comment on column pgque.queue.queue_tick_seq is
+  'Sequence that the queue''s tick ids are drawn from. A value above the newest tick requests a tick; see force_next_tick().';
+comment on column pgque.queue.queue_uid is 'Identity of the queue, unique in all databases; a queue that is created again has another one.';
 comment on column pgque.queue.queue_created_at is 'When the queue was created.';
 comment on column pgque.queue.queue_xid is 'Mark of the transaction that last wrote this row.';
 comment on column pgque.queue.queue_restored is 'Whether the queue was loaded from a dump and not used since. Its first use after the end of the restore repairs it.';
-comment on column pgque.queue.queue_open is 'Whether the queue takes events.';
+comment on column pgque.queue.queue_open is 'Whether the queue takes messages.';
 comment on column pgque.queue.queue_visibility_timeout is
   'How long a worker''s lease on a batch lasts, unless receive() is called with another time.';
 comment on column pgque.queue.queue_max_receive_attempts is
@@ -279,7 +281,7 @@ comment on column pgque.tick.tick_queue is 'The queue: queue.queue_id.';
 comment on column pgque.tick.tick_id is 'Number of the tick in its queue.';
 comment on column pgque.tick.tick_time is 'When the tick was stored.';
 comment on column pgque.tick.tick_snapshot is 'The snapshot: which transactions had finished at the tick.';
-comment on column pgque.tick.tick_event_seq is 'Value of the event sequence at the tick.';
+comment on column pgque.tick.tick_event_seq is 'Value of the queue''s event sequence at the tick.';
 
 -- Rights of roles to one queue; see "rights".  A dump writes right_role as a name, but as
 -- a number if the role was dropped, and another server may have given this number to
@@ -295,9 +297,9 @@ create table if not exists pgque.queue_right (
   constraint queue_right_pkey primary key (right_queue, right_role, right_name)
 );
 comment on table pgque.queue_right is 'Rights of roles to single queues; see grant_queue().';
-comment on column pgque.queue_right.right_queue is 'The queue.';
-comment on column pgque.queue_right.right_role is 'The role.';
-comment on column pgque.queue_right.right_name is 'produce, consume or admin.';
+comment on column pgque.queue_right.right_queue is 'The queue: queue.queue_id.';
+comment on column pgque.queue_right.right_role is 'The role that has the right.';
+comment on column pgque.queue_right.right_name is 'The right: produce, consume or admin.';
 do $$
 begin
   perform pgque._add_columns('pgque.queue_right', $c$
@@ -397,7 +399,7 @@ create table if not exists pgque.journal (
   journal_emptied_at  timestamptz not null default '-infinity'
 );
 comment on table pgque.journal is 'The current leaf of the positions. Internal.';
--- The same leaf as a register that a call reads without a statement.  It is a hint:
+-- The current leaf, as a register that a call reads without a statement.  It is a hint:
 -- _compact_journal() sets it, and whoever uses it compares it with the table.
 create sequence if not exists pgque.journal_leaf as int minvalue 0 maxvalue 1;
 
@@ -515,7 +517,7 @@ create table if not exists pgque.retry_queue (
   constraint retry_queue_pkey primary key (ev_id, ev_owner, ev_queue)
 );
 comment on table pgque.retry_queue is
-  'Messages to be redelivered to a consumer, also while a worker has them leased, and delayed messages for every consumer.';
+  'Messages to be redelivered to a consumer, also while a worker has them leased, and delayed messages for every consumer; see list_messages().';
 comment on column pgque.retry_queue.ev_retry_after is 'When the message is due, or its lease expires.';
 comment on column pgque.retry_queue.ev_queue is 'The queue: queue.queue_id.';
 comment on column pgque.retry_queue.ev_owner is 'The subscriber that receives it: subscription.sub_id, or 0 for every consumer (a delayed message).';
@@ -547,14 +549,14 @@ create table if not exists pgque.dead_letter (
   dl_forward      int,
   constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
 );
-comment on table pgque.dead_letter is 'Messages that were given up, once for each consumer; see dlq_inspect().';
+comment on table pgque.dead_letter is 'Messages that were given up, once for each consumer; see the view dead_letters and dlq_inspect().';
 comment on column pgque.dead_letter.dl_id is 'Number of the dead letter: the argument of dlq_requeue() and dlq_replay().';
 comment on column pgque.dead_letter.dl_queue_id is 'The queue: queue.queue_id.';
 comment on column pgque.dead_letter.dl_consumer_id is 'The consumer that failed it: consumer.co_id.';
 comment on column pgque.dead_letter.dl_time is 'When the message became a dead letter.';
 comment on column pgque.dead_letter.dl_reason is 'Why the message was given up: the reason of the last nack().';
 
--- The columns that both tables have
+-- The columns that retry_queue and dead_letter both have
 do $$
 declare
   v_column  record;
@@ -969,11 +971,11 @@ comment on column pgque.queue.queue_max_consumers is
   'How many consumers a queue may have, subconsumers included; 0: no limit. Beyond it subscribe() fails with PQ003 for roles that have a right to '
   'this queue only. Only a member of pgque_admin sets it. Unit: consumers.';
 comment on column pgque.queue.queue_health_pending_warn is
-  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter, and '
-  'a queue without a consumer is no reason to warn.';
+  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only retention_period '
+  'counts, and a queue without a consumer is no reason to warn.';
 comment on column pgque.queue.queue_health_pending_fail is
-  'health() fails when a consumer''s oldest pending message is older than this, or older than retention_period. 0: only the latter. health() warns '
-  'of messages that a worker has leased for longer than this and than ten times visibility_timeout; 0: never.';
+  'health() fails when a consumer''s oldest pending message is older than this, or older than retention_period. 0: only retention_period counts. '
+  'health() also warns when a worker has leased a message for longer than this and than ten times visibility_timeout; 0: it never does.';
 comment on column pgque.queue.queue_health_tick_warn is 'health() warns when messages have waited longer for a tick; 0: never.';
 comment on column pgque.queue.queue_health_tick_fail is 'health() fails when messages have waited longer for a tick; 0: never.';
 comment on column pgque.queue.queue_health_depth_warn is
@@ -1083,29 +1085,29 @@ begin
   end if;
 end
 $$;
-comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
+comment on type pgque.message is 'Message as clients write it for nack(): the first ten columns of pgque.delivery.';
 comment on type pgque.look is 'State of a queue that the loop keeps after a check. Internal.';
 comment on type pgque.delivery is 'A message as receive() delivers it to a consumer.';
 comment on column pgque.delivery.msg_id is 'Id of the message in its queue; it stays through retries and dead letters.';
-comment on column pgque.delivery.batch_id is 'The batch it was delivered with: the argument of ack() and nack().';
+comment on column pgque.delivery.batch_id is 'The batch that the message was delivered with: the argument of ack() and nack().';
 comment on column pgque.delivery.type is 'Type that the sender gave; default if none.';
 comment on column pgque.delivery.payload is 'The text or JSON that was sent.';
 comment on column pgque.delivery.retry_count is 'How often the message was rejected before: 0 at first.';
-comment on column pgque.delivery.created_at is 'When it was sent.';
+comment on column pgque.delivery.created_at is 'When the message was sent.';
 comment on column pgque.delivery.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
 comment on column pgque.delivery.extra2 is 'Free text of the sender.';
 comment on column pgque.delivery.extra3 is 'Free text of the sender.';
 comment on column pgque.delivery.extra4 is 'Free text of the sender.';
-comment on column pgque.delivery.headers is 'Metadata of the sender.';
-comment on column pgque.delivery.key is 'Key of a keyed message.';
+comment on column pgque.delivery.headers is 'Metadata that the sender gave: a JSON object.';
+comment on column pgque.delivery.key is 'Key that the sender gave; NULL if none.';
 comment on column pgque.delivery.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
 comment on column pgque.delivery.receive_count is 'Number of this delivery: 1 at first.';
-comment on column pgque.delivery.last_error is 'Reason given when the message was rejected last.';
+comment on column pgque.delivery.last_error is 'Reason that was given when the message was rejected last.';
 comment on column pgque.delivery.expires_at is 'When the message expires; NULL: never.';
-comment on column pgque.delivery.queue is 'Name of its queue.';
-comment on type pgque.outcome is 'Outcome of one message of a call for several.';
+comment on column pgque.delivery.queue is 'Name of the message''s queue.';
+comment on type pgque.outcome is 'Outcome of one message, for calls that take several.';
 comment on column pgque.outcome.msg_id is 'Id of the message.';
 comment on column pgque.outcome.ok is 'Whether this call had the effect on the message.';
 comment on column pgque.outcome.reason is
-  'Why not, if not: not in this batch, settled already, cancelled, batch not open, lost to another worker. For dead() by queue: not found behind the '
-  'position, dead already.';
+  'Why ok is false: not in this batch, settled already, cancelled, batch not open, lost to another worker; for dead(queue_name, …): not found behind '
+  'the position, dead already.';

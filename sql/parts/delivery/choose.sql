@@ -317,7 +317,7 @@ begin
 end
 $$;
 
--- Returns those of the given messages that may be delivered, at most p_enough.  Expired
+-- Returns the given messages that may be delivered, at most p_enough.  Expired
 -- messages among them, and those whose attempts are used up, are removed.  The limit of
 -- attempts applies here, at a nack and in maint(), never while a lease lives.
 create or replace function pgque._choose_retries(

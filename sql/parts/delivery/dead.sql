@@ -180,7 +180,38 @@ comment on function pgque.dlq_inspect(text, int, text, text, text, text, timesta
   'returned here or by dlq_reasons(). only_type, only_key, only_consumer: only those of this type, key or consumer. since, until: only those given '
   'up at since or later, and before until. matching: only those with this text in the payload (its first 100,000 characters), the headers or the '
   'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
-  'page. A filter that few dead letters satisfy makes the call read all of the queue. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
+  'page. A filter that few dead letters satisfy makes the call read all of the queue. payload_size: bytes. dl_held: kept by drop_policy hold. '
+  'Errors: PQ001 no such queue.';
+
+-- The rows have the words of list_messages() in place of PgQ's column names.  Only the
+-- roles that may read the table may read the view: a view reads with its owner's rights,
+-- so a role with a right to one queue calls dlq_inspect(), which checks that right.
+create or replace view pgque.dead_letters as
+select q.queue_name as queue, c.co_name as consumer, d.dl_id, d.ev_id as msg_id, d.ev_type as type, d.ev_data as payload, d.ev_bytes as payload_bytes,
+  d.ev_headers as headers, d.ev_key as key, d.dl_reason as reason, greatest(d.dl_receives, d.ev_retry) as receive_count, coalesce(d.ev_retry, 0) as retry_count,
+  d.ev_time as created_at, d.dl_time as dead_at, d.ev_expires as expires_at, d.dl_held as held
+from pgque.dead_letter d
+join pgque.queue q on q.queue_id = d.dl_queue_id
+join pgque.consumer c on c.co_id = d.dl_consumer_id;
+comment on view pgque.dead_letters is
+  'Lists the dead letters of all queues, with the words of list_messages() as columns. Only for the role pgque_admin; with a right to one queue, '
+  'call dlq_inspect().';
+comment on column pgque.dead_letters.queue is 'Name of the queue.';
+comment on column pgque.dead_letters.consumer is 'Name of the consumer that failed the message.';
+comment on column pgque.dead_letters.dl_id is 'Number of the dead letter: the argument of dlq_requeue() and dlq_replay().';
+comment on column pgque.dead_letters.msg_id is 'Id of the message.';
+comment on column pgque.dead_letters.type is 'Type of the message.';
+comment on column pgque.dead_letters.payload is 'The text or JSON that was sent.';
+comment on column pgque.dead_letters.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
+comment on column pgque.dead_letters.headers is 'Metadata that the sender gave: a JSON object.';
+comment on column pgque.dead_letters.key is 'Key that the sender gave; NULL if none.';
+comment on column pgque.dead_letters.reason is 'Why the message was given up: the reason of the last nack().';
+comment on column pgque.dead_letters.receive_count is 'How often the message was delivered; for a consumer on its own, how often it failed.';
+comment on column pgque.dead_letters.retry_count is 'How often the message was rejected.';
+comment on column pgque.dead_letters.created_at is 'When the message was sent.';
+comment on column pgque.dead_letters.dead_at is 'When the message became a dead letter.';
+comment on column pgque.dead_letters.expires_at is 'When the message expires; NULL: never.';
+comment on column pgque.dead_letters.held is 'Whether drop_policy hold keeps the dead letter.';
 
 -- Returns the common form of reasons that differ only by numbers.  Digits after a letter
 -- belong to a word (utf8), and so do one or two digits after a letter and a hyphen
@@ -443,7 +474,7 @@ end
 $$;
 comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
   'Deletes the dead letters of a queue that were given up more than older_than ago, and returns their number. reason: only those with this reason, '
-  'as stored or as dlq_reasons() returns it. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
+  'as stored or as dlq_reasons() returns it. Dead letters that drop_policy hold keeps stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
 
 create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

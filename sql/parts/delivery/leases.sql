@@ -166,7 +166,8 @@ end
 $$;
 comment on function pgque.reclaim(text, text, interval, bigint, pgque.caller) is
   'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
-  'number of batches. msg_id: only this message of them; returns 1, or 0 if no worker has it. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
+  'number of batches. msg_id: only this message is released, and the call returns 1, or 0 if no worker has it. While workers finish batches, one '
+  'call releases at most 500: call it again. Errors: PQ001 no such queue; PQ005 older_than is NULL; PQ011 not subscribed.';
 
 create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;

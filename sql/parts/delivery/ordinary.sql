@@ -125,7 +125,7 @@ $leaves$;
 
 -- Creates the two functions for the ordinary deliveries of a queue, one for each leaf of
 -- the journal.  The caller has the subscriber's lock, and passes what _poll_L returned.
--- They return nothing, and change nothing, if the delivery is not ordinary or its window
+-- Both return nothing, and change nothing, if the delivery is not ordinary or its window
 -- is empty.
 --
 -- As in _xids(), a window has the transactions from lo to hi, and each one that ran at

@@ -70,9 +70,9 @@ declare
   v_state  record;
   v_rows   text;
   v_ids    bigint[];   -- p_ids, sorted
-  v_log    bigint[];   -- those of them that are in the log, sorted
+  v_log    bigint[];   -- those of v_ids that are in the log, sorted
   v_new    bigint[];   -- those that get their outcome now
-  v_gone   bigint[];   -- the same of those that were in the retry queue
+  v_gone   bigint[];   -- those that get their outcome now and were in the retry queue
   v_ended  boolean;    -- whether a message of the queue was cancelled
 begin
   p_ids := pgque._flat(p_ids);
@@ -301,7 +301,8 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
-  'Earlier form of nack(): rejects one message, for clients that know the ten columns of pgque.message, the row that receive() once returned.';
+  'Earlier form of nack(): rejects one message and returns 1, for clients that know only the ten columns of pgque.message. Errors: PQ005 retry_after '
+  'is negative or above 100 years; PQ007 the message is not in this batch; PQ012 the batch is not open.';
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -324,7 +325,8 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
-  'Rejects many messages of an open batch, by id. Returns one row a message as ack(batch_id, msg_ids) does: msg_id, ok, and the reason if not ok. '
+  'Rejects many messages of an open batch, by id. They are redelivered to this consumer after retry_after (NULL: the queue''s retry_backoff), or '
+  'become dead letters once the queue''s max_retries are used up. Returns one row for each message: msg_id, ok, and the reason if ok is false. '
   'Errors: PQ005 retry_after is negative or above 100 years.';
 
 create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
@@ -340,10 +342,10 @@ begin
 end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this '
-  'batch, settled already, cancelled, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole batch returns '
-  '0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are kept in the '
-  'archive.';
+  'Acknowledges some messages of a batch; the others stay in it. Returns one row for each message: msg_id, ok, and the reason if ok is false (not in '
+  'this batch, settled already, cancelled, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole '
+  'batch returns 0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are '
+  'kept in the archive.';
 
 -- Gives up messages at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
@@ -356,5 +358,5 @@ $$;
 create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
 language sql as $$ select * from pgque._dead($1, $2, $3) $$;
 comment on function pgque.dead(bigint, bigint[], text) is
-  'Gives up messages of a batch at once: drop_policy applies to them (by default they become dead letters), with the reason. Returns one row a '
-  'message as ack(batch_id, msg_ids) does.';
+  'Gives up messages of a batch at once, with a reason: drop_policy applies to them, so that by default they become dead letters. Returns one row '
+  'for each message: msg_id, ok, and the reason if ok is false.';

@@ -147,17 +147,16 @@ end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
-  'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
-  'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
-  'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
-  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. Their last attempt is alone in its worker: '
-  'the worker receives it when it holds nothing else, and nothing besides. ack_batch: a batch that '
-  'is acknowledged first, in the same transaction. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with '
-  'at least one message. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
-  'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
-  'invalid worker name; PQ005 max_return or max_bytes is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
-  'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
-  'that is not READ COMMITTED.';
+  'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), without '
+  'the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s setting, '
+  '30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the next worker '
+  'that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. The last attempt of a message is '
+  'delivered alone: to a worker that holds no other message, and in a batch of one. ack_batch: a batch that is acknowledged first, in the same '
+  'transaction. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with at least one message. A delivery locks '
+  'the consumer until the transaction ends. So receive in a transaction of its own, and do the work and the ack in another one; workers that '
+  'receive, work and acknowledge in one transaction take turns. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 max_return or '
+  'max_bytes is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker is NULL; PQ006 the consumer '
+  'has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction that is not READ COMMITTED.';
 
 -- Returns how many bytes a message adds to a batch.
 create or replace function pgque._size(p_data text, p_bytes bytea, p_headers jsonb) returns bigint

@@ -57,7 +57,7 @@ begin
 end
 $$;
 
--- Does the same, and returns its position.
+-- Locks a subscriber as _lock_subscriber() does, and returns its position.
 create or replace function pgque._lock_position(p_sub int) returns pgque.position
 language plpgsql as $$
 begin
@@ -191,11 +191,12 @@ begin
 end
 $$;
 comment on function pgque.subscribe(text, text, text, boolean, int, pgque.caller) is
-  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after '
-  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). keyed_order: workers get the messages '
-  'of one key (partition_key for messages without key) one at a time, in order. key_concurrency: they get at most this many of one key at a time; 1 is '
-  'keyed_order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has max_consumers consumers; PQ004 the name is '
-  'empty or longer than 1000 bytes; PQ005 no such start_at, or key_concurrency is below 1, or above 1 with keyed_order; PQ006 it is subscribed with another key_concurrency.';
+  'Subscribes a consumer to a queue and returns 1. Returns 0 if the consumer was subscribed already; its position stays. start_at: latest (messages '
+  'after the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). '
+  'keyed_order: workers get the messages of one key (partition_key for messages without key) one at a time, in order. key_concurrency: workers get '
+  'at most this many messages of one key at a time; 1 is keyed_order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, '
+  'and the queue has max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at, or key_concurrency is below '
+  '1, or above 1 with keyed_order; PQ006 the consumer is subscribed with another key_concurrency.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
@@ -309,7 +310,7 @@ end
 $$;
 comment on function pgque.unsubscribe(text, text, pgque.caller) is
   'Removes a consumer from a queue with its workers and its pending retries; its dead letters stay. Returns the number of subscribers removed, 0 if '
-  'it was not subscribed. Errors: PQ001 no such queue.';
+  'the consumer was not subscribed. Errors: PQ001 no such queue.';
 
 -- Returns a consumer's name; for a worker consumer.worker.
 create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text

@@ -33,7 +33,8 @@ begin
     cross join lateral (
       select o.pos_tick, o.pos_event_seq from pgque._oldest_needed_position((p.sub).sub_id) o where pg_catalog.cardinality((p.pos).pos_open) > 0
       union all
-      -- The same as _next_from(), in one query for many consumers.
+      -- Where each consumer reads on, as _next_from() finds it for one.  One query is
+      -- cheaper than a call for each.
       select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end,
         case when n.past then (p.pos).pos_next_event_seq else (p.pos).pos_event_seq end
       from (select (p.pos).pos_fresh > 0 and (p.pos).pos_last_id is null) n (past)
@@ -86,7 +87,7 @@ language sql as $$
   ) s
 $$;
 
--- Returns the same; null if it has to wait for a lock.
+-- Returns the sizes as _sizes() does, or null if it has to wait for a lock.
 create or replace function pgque._sizes_soon(p_queues int[] default null) returns jsonb
 language plpgsql as $$
 declare
@@ -309,7 +310,8 @@ begin
 end
 $$;
 comment on function pgque.metrics(text, pgque.caller) is
-  'Returns those figures of metrics() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
+  'Returns the figures of one queue, or with NULL of each queue that the caller has a right to, one a row: metric, queue, consumer, value. The '
+  'figures of the whole server are left out. Any right to a queue is enough. Errors: PQ001 no such queue.';
 
 -- Returns the metrics of some queues, in the order of their names; p_sizes as _sizes()
 -- returns it.
@@ -668,7 +670,8 @@ begin
 end
 $$;
 
--- Returns the checks of some queues, in the order of their names; p_figures as above.
+-- Returns the checks of some queues, in the order of their names.  p_figures: also the
+-- figures that overview() shows.
 create or replace function pgque._health_of(
   p_queues int[], p_figures boolean, out check_name text, out queue text, out status text, out detail text, out advice text, out figures jsonb
 ) returns setof record
@@ -787,7 +790,8 @@ begin
 end
 $$;
 comment on function pgque.health(text, pgque.caller) is
-  'Returns those checks of health() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
+  'Returns the checks of one queue, or with NULL of each queue that the caller has a right to, one a row: status (ok, warn or fail), detail (what '
+  'was found) and advice (what to do). The checks of the whole server are left out. Any right to a queue is enough. Errors: PQ001 no such queue.';
 
 -- Returns the checks of some queues, with null of all queues and of the server;
 -- p_figures: see _queue_health().
@@ -908,8 +912,8 @@ end
 $$;
 comment on function pgque.health() is
   'Returns one check a row: status (ok, warn or fail), detail (what was found) and advice (what to do). The settings health_* of a queue are its '
-  'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues (two a queue, see '
-  'max_locks_per_transaction), some queues are checked, chosen at random, and the check queues says so.';
+  'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues '
+  '(two a queue, see max_locks_per_transaction), the call checks some queues, chosen at random. The check queues then warns.';
 
 -- One pass over the queues for checks and figures: each takes its locks, and reads its
 -- ticks and positions, once.
@@ -950,7 +954,8 @@ begin
 end
 $$;
 comment on function pgque.overview(text, pgque.caller) is
-  'Returns what pgque web and pgque top show first, one row for each queue that the caller has a right to, or for one queue: paused, ev_per_sec (over the last minute), events (sent, '
-  'ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries (rejected messages, without delayed ones), dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), ticker_paused, and '
-  'problems (the rows of health() that are not ok, as a JSON array). For a member of pgque_reader, a first row without a queue has those of the whole server. Figures are NULL if another '
-  'session has a table of the queue locked. Errors: PQ001 no such queue.';
+  'Returns the figures of the first page of pgque web and pgque top, one row for each queue that the caller has a right to, or for one queue. '
+  'ev_per_sec: messages a second, over the last minute. events: messages sent, ever. pending_events, lag_seconds: greatest value of a consumer. '
+  'retries: rejected messages, without delayed ones. in_flight: leased messages. bytes: only for one queue. problems: the rows of health() that are '
+  'not ok, as a JSON array. For a member of pgque_reader, a first row without a queue has the problems of the whole server. Figures are NULL if '
+  'another session has a table of the queue locked. Errors: PQ001 no such queue.';

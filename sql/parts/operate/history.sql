@@ -77,10 +77,10 @@ begin
 end
 $$;
 comment on function pgque.list_actions(text, int, timestamptz) is
-  'Returns the changes that roles made by hand to queues, settings, positions, rights and messages, the newest first: time, the role that was '
-  'logged in, the application_name of its session, the function that was called (alter_queue also for set_queue_config), the queue, and the '
-  'arguments without payloads and keys. Changes that were rolled back are not listed. queue_name: only those of this queue, by its name at that '
-  'time. before: only older ones. set_history(''actions'', …) sets how long actions are kept. Only for the role pgque_admin.';
+  'Returns the changes that roles made by hand to queues, settings, positions, rights and messages, the newest first. role_name: the role that was '
+  'logged in. application: the application_name of its session. call: the function (alter_queue also for set_queue_config). args: the arguments, '
+  'without payloads and keys. Changes that were rolled back are not listed. queue_name: only those of this queue, by its name at that time. before: '
+  'only older ones. set_history(''actions'', …) sets how long actions are kept. Only for the role pgque_admin.';
 
 create or replace function pgque.consumer_lags(
   queue_name text, consumer_name text default null, since interval default '6 hours', caller pgque.caller default current_user,

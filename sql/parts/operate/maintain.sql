@@ -588,10 +588,10 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Nobody can read them again, neither a consumer '
-  'that subscribes at earliest or is moved back, nor read_window(). Dead letters and the archive stay. For a batch that was open, ack() then '
-  'returns 0 or false. Rotation later empties the tables on disk. Returns the number of messages that the slowest consumer had ahead of it. Errors: '
-  'PQ001 no such queue; 25000 not READ COMMITTED.';
+  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. No call can read them again, also not for a '
+  'consumer that subscribes at earliest or is moved back. Dead letters and the archive stay. For a batch that was open, ack() then returns 0 or '
+  'false. Rotation later empties the tables on disk. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such '
+  'queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

@@ -647,10 +647,11 @@ exception
 end
 $$;
 
--- Returns those of them that are in the log and that a consumer at p_position (null: where
--- it stands now) has not received.  It reads ids range by range, each eight times as long as
--- the one before, until it has enough: upwards, or downwards from p_before.  (No sequential scans: if a table was analyzed when it
--- had only the first range, the planner expects that all its rows are in that range.)
+-- Returns the messages of _messages() that are in the log and that a consumer at p_position
+-- (null: where it stands now) has not received.  It reads ids range by range, each eight
+-- times as long as the one before, until it has enough: upwards, or downwards from
+-- p_before.  (No sequential scans: if a table was analyzed when it had only the first
+-- range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[], p_position pgque.position default null,
   p_before bigint default null,
@@ -738,7 +739,8 @@ language sql immutable as $f$
     $q$
 $f$;
 
--- Returns the query for those that are dead letters, with one more condition.
+-- Returns the query for the messages of _messages() that are dead letters, with one more
+-- condition.
 create or replace function pgque._dead_messages_sql(p_and text) returns text
 language sql immutable as $f$
   select $q$
@@ -852,8 +854,8 @@ begin
 end
 $$;
 comment on function pgque.get_message(text, bigint, pgque.caller) is
-  'Returns one message, a row for each consumer that still has it, without receiving it. The columns are those of list_messages(). Errors: PQ001 '
-  'no such queue; PQ010 no consumer has it.';
+  'Returns one message, a row for each consumer that still has it, without receiving it. status is one of those of list_messages(). available_at: '
+  'when the message can be received, or its lease expires. dl_id: set if it is a dead letter. Errors: PQ001 no such queue; PQ010 no consumer has it.';
 
 create or replace function pgque.message_history(
   queue_name text, msg_id bigint, caller pgque.caller default current_user,
@@ -958,8 +960,8 @@ begin
 end
 $$;
 comment on function pgque.message_status(text, bigint, pgque.caller) is
-  'Returns the state of one message, a row for each consumer that still has it. The status is that of list_messages(). Errors: PQ010 no consumer '
-  'has it.';
+  'Returns the state of one message, a row for each consumer that still has it. status: pending, processing, delayed, retry, expired, dead, failed '
+  '(dead with drop_policy hold) or archived. Errors: PQ001 no such queue; PQ010 no consumer has it.';
 
 -- Up to 0.8 it had a column less, and CREATE OR REPLACE cannot add one.
 do $$
@@ -1003,7 +1005,7 @@ end
 $$;
 comment on function pgque.list_workers(text, text, pgque.caller) is
   'Returns the workers that have messages now: batches, messages, last_seen (when the worker last received), lease_until (when the first of its '
-  'leases expires), waiting (messages that wait for a key of which the worker has a message; see key_concurrency).';
+  'leases expires), waiting (messages that wait for a key of which the worker has a message; see key_concurrency). Errors: PQ001 no such queue.';
 
 create or replace function pgque.list_poison(
   queue_name text, limit_count int default 100, caller pgque.caller default current_user,
@@ -1031,4 +1033,4 @@ end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
   'Returns messages that were delivered more than once without an outcome, or were given up for that reason. They may kill their workers. dl_id is '
-  'set if the message is a dead letter.';
+  'set if the message is a dead letter. Errors: PQ001 no such queue.';

@@ -36,7 +36,8 @@ exception
 end
 $$;
 
--- Does the same for a database of 0.7.0 or earlier, as a part of maintenance.
+-- Creates the view of _note_complete() in a database of 0.7.0 or earlier, as a part of
+-- maintenance.
 create or replace function pgque._note_complete_later() returns int
 language plpgsql as $$
 begin
@@ -251,8 +252,8 @@ begin
 end
 $$;
 comment on function pgque.confirm_restore() is
-  'Declares that the restore of this database is complete, and returns the number of queues that can now be used. It is needed only if health() '
-  'says so: after data was loaded without the rest of the dump, or if a part of the restore failed. What was not loaded by then is lost: for '
+  'Declares that the restore of this database is complete, and returns the number of queues that can now be used. Call it only if health() advises '
+  'it: after data was loaded without the rest of the dump, or after a part of the restore failed. Data that was not loaded by then is lost: for '
   'example, a queue whose consumers are missing starts empty. Tables of queues that have no row in pgque.queue are dropped.';
 
 -- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,

@@ -207,7 +207,8 @@ begin
 end
 $$;
 comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
-  'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
+  'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days. Errors: PQ001 no such queue; PQ005 before is '
+  'NULL.';
 
 -- Returns the leaves of the archive, each with its queue and its day as in _bucket(); both
 -- are 0 for archive_0.
@@ -307,8 +308,8 @@ begin
 end
 $$;
 comment on function pgque.archive(bigint, bigint[], pgque.caller) is
-  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
-  'msg_ids) does.';
+  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row for each message: msg_id, '
+  'ok, and the reason if ok is false.';
 
 create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -335,4 +336,4 @@ begin
 end
 $$;
 comment on function pgque.archive_poison(text, pgque.caller) is
-  'Moves the dead letters that list_poison() returns to the archive, with outcome poison. Returns their number.';
+  'Moves the dead letters that list_poison() returns to the archive, with outcome poison, and returns their number. Errors: PQ001 no such queue.';

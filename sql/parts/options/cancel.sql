@@ -43,7 +43,7 @@ language sql immutable as $$
   select case when p_pos.pos_tick < p_pos.pos_high then ' and ' || pgque._cancelled_sql(p_queue_id, p_pos.pos_sub) || ' is null' else '' end
 $$;
 
--- Returns those of a consumer's batches that may have a message.
+-- Returns the batches of a consumer that may have a message.
 create or replace function pgque._batches_with(p_sub int, p_id bigint) returns setof bigint
 language sql as $$
   select h.token from pgque._open_batches(p_sub) h where p_id > coalesce((h.lease).pos_done_id, 0) and (p_id > (h.lease).pos_last_id) is not true
@@ -195,12 +195,13 @@ begin
 end
 $$;
 comment on function pgque.cancel(text, bigint, text, pgque.caller) is
-  'Cancels a message: it is no longer delivered to this consumer; without consumer_name to none, later ones included. Returns the state in which it was '
-  'found, in the words of list_messages(): processing, retry, pending, delayed, expired, dead, failed or archived (with several consumers the first of these that '
-  'applies), else cancelled (before), or done if no consumer has it. A delayed message is deleted: a second call does not find it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
-  'this message ends: extend() counts one less, and the worker''s outcome for it has the reason cancelled. '
-  'Streams and others who read by offsets still see it. Errors: PQ001 no such queue; PQ005 consumer_name is set and the message is delayed; PQ010 no such message; '
-  'PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 an open transaction holds a consumer or a batch of the queue, or ticks it, for a minute (lock_timeout, if it is set).';
+  'Cancels a message for one consumer, or without consumer_name for every consumer, later ones included: it is no longer delivered. Returns the '
+  'state in which the message was found: processing, retry, pending, delayed, expired, dead, failed or archived, as in list_messages() (with several '
+  'consumers the first of these that applies), else cancelled (before), or done if no consumer has it. A delayed message is deleted, so that a '
+  'second call does not find it. Dead letters and the archive stay. If a worker has the message, its lease ends: extend() counts one less, and the '
+  'worker''s outcome for it has the reason cancelled. Readers that keep their own offsets, such as Spark, still see the message. Errors: PQ001 no '
+  'such queue; PQ005 consumer_name is set and the message is delayed; PQ010 no such message; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 '
+  'an open transaction holds a consumer or a batch of the queue, or ticks it, for a minute (lock_timeout, if it is set).';
 
 -- Returns the state of a message that no consumer has; null if it is not in the log.
 create or replace function pgque._ended_state(p_queue pgque.queue, p_sub int, p_id bigint) returns text

@@ -9,6 +9,8 @@
 --     An ordinary delivery has none (queue_expiring).  Lists show the status expired.
 --   * maint() deletes them (maint_expire()).
 
+-- Returns whether messages of a queue may expire: it has a message_ttl, or a message had
+-- a ttl.
 create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
@@ -16,8 +18,8 @@ begin
 end
 $$;
 
--- Notes the same for a queue whose setting message_ttl was changed, so that its row is
--- locked.
+-- Notes that messages of a queue may expire, because message_ttl was set.  The caller
+-- has locked the row of the queue.
 create or replace function pgque._note_expiring(p_queue_id int) returns void
 language sql volatile as $$
   update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
@@ -70,7 +72,8 @@ begin
 end
 $$;
 comment on function pgque.expire_messages(text, pgque.caller) is
-  'Deletes expired messages from the retry queue now, and returns their number. Expired messages in the log are never delivered and need no call.';
+  'Deletes expired messages from the retry queue now, and returns their number. Expired messages in the log are never delivered and need no call. '
+  'Errors: PQ001 no such queue.';
 
 create or replace function pgque._delete_expired(p_queue_id int) returns bigint
 language plpgsql as $$
@@ -94,7 +97,8 @@ begin
 end
 $$;
 comment on function pgque.delete_expired(text, pgque.caller) is
-  'Deletes dead letters whose message has expired, and returns their number. Held ones (drop_policy hold) stay.';
+  'Deletes dead letters whose message has expired, and returns their number. Dead letters that drop_policy hold keeps stay. Errors: PQ001 no such '
+  'queue.';
 
 create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -118,7 +122,7 @@ begin
 end
 $$;
 comment on function pgque.maint_expire() is
-  'Part of maint(): runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed.';
+  'Part of maint(): runs the cleanup jobs of set_schedule() that are due, and returns the number of messages removed.';
 
 create or replace function pgque.set_schedule(job text, every text) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

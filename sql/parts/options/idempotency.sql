@@ -45,9 +45,10 @@ exception
 end
 $$;
 comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
-  'Sends one message unless one with the same idem_key was sent to the queue within its ttl. Returns event_id and deduped: if deduped is true, '
-  'nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in extra1. Errors: '
-  'PQ001 no such queue; PQ005 no key, or ttl is not positive or above 100 years; PQ013 the queue is paused.';
+  'Sends one text as a message, unless a message with the same idem_key was sent to the queue within its ttl. Returns event_id and deduped: if '
+  'deduped is true, nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in '
+  'extra1. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 idem_key is empty or longer than 1000 bytes, or ttl is not positive or above '
+  '100 years; PQ013 the queue is paused; 40001 the key was used since a transaction began that is not READ COMMITTED.';
 
 create or replace function pgque.send_idem(
   queue text, type text, payload jsonb, idem_key text,
@@ -56,8 +57,10 @@ create or replace function pgque.send_idem(
 )
 language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
 comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
-  'Sends one JSON value unless a message with the same idem_key was sent to the queue within its ttl. The result, the options and the errors are '
-  'those of a text.';
+  'Sends one JSON value as a message, unless a message with the same idem_key was sent to the queue within its ttl. Returns event_id and deduped: if '
+  'deduped is true, nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in '
+  'extra1. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 idem_key is empty or longer than 1000 bytes, or ttl is not positive or above '
+  '100 years; PQ013 the queue is paused; 40001 the key was used since a transaction began that is not READ COMMITTED.';
 
 -- Returns the leaf of the idempotency keys that is written; see _journal_leaf().
 create or replace function pgque._idem_leaf() returns int

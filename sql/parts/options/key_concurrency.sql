@@ -216,8 +216,8 @@ language sql as $$
   where s.sub_id = p_sub.sub_id
 $$;
 
--- The same for a consumer that was just subscribed.  One that was subscribed before must have
--- this limit.
+-- Stores key_concurrency of a consumer that was just subscribed.  One that was subscribed
+-- before must have this limit.
 create or replace function pgque._subscribe_keyed(p_queue text, p_consumer text, p_new boolean, p_limit int, p_caller name) returns void
 language plpgsql as $$
 declare
@@ -259,7 +259,7 @@ begin
 end
 $$;
 comment on function pgque.set_key_concurrency(text, text, int, pgque.caller) is
-  'Sets how many messages of one key the workers of a consumer have at most, all together: of one key, or of one partition_key for messages without '
-  'key. With 1 they get them in order (keyed_order). NULL: no limit. The limit holds for the next deliveries, and messages that are leased count. '
-  'Returns 1, or 0 if it was set so. Errors: PQ001 no such queue; PQ005 it is below 1; PQ006 the consumer has no workers; PQ011 not subscribed; 25000 not READ '
-  'COMMITTED.';
+  'Sets how many messages of one key the workers of a consumer have at most, all together. A message without key counts by its partition_key. With '
+  '1, the messages of a key are delivered in order (keyed_order). NULL: no limit. The limit holds for the next deliveries, and messages that are '
+  'leased count. Returns 1, or 0 if the limit was this already. Errors: PQ001 no such queue; PQ005 the limit is below 1; PQ006 the consumer has no '
+  'workers; PQ011 not subscribed; 25000 not READ COMMITTED.';

@@ -145,8 +145,8 @@ exception
 end
 $$;
 
--- Does the same for a message that went to the retry queue before its first delivery.
--- Returns null if it cannot be delivered now.
+-- Claims the key of a message that went to the retry queue before its first delivery,
+-- and returns the row with its final body.  Returns null if it cannot be delivered now.
 create or replace function pgque._claim_retry(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare

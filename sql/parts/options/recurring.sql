@@ -45,7 +45,8 @@ $$;
 create or replace function pgque._recurring_due(p_now timestamptz, out id int, out due timestamptz) returns setof record
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
-  -- The same as _last_run(), in one query for many definitions.
+  -- The last run of each definition, as _last_run() finds it for one.  One query is
+  -- cheaper than a call for each.
   return query
     select r.rec_id, case when not r.rec_restored and u.run_at <= p_now + interval '1 hour' then u.run_due else '-infinity' end
     from pgque.recurring r
@@ -351,18 +352,6 @@ create or replace function pgque.create_recurring(
   catch_up text default 'one', starts_at timestamptz default null, ends_at timestamptz default null
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, $5, null, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
-comment on function pgque.create_recurring(text, text, text, text, text, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'Creates a recurring message, or changes the one of this name. The ticker sends it at its times. Returns 1 if it is new, else 0. name: 1 to 200 '
-  'bytes, unique in the database. cron: five fields (minute hour day month weekday), six fields with seconds first, or an interval of 1 second to '
-  '366 days, counted from starts_at or from now. The fields take *, lists, ranges, steps and names. A date matches if its day or its weekday '
-  'matches; if one of these fields is *, only the other one counts. timezone: a name of pg_timezone_names. A fixed hour that the clock skips runs '
-  'right after the change, and an hour that the clock repeats runs once; hours with * or / follow real time. catch_up: the missed runs that are '
-  'sent: none (of those missed by more than a minute), one (the last run) or all (at most 1,000; if the queue is full, the rest follows later). '
-  'starts_at, ends_at: no run is earlier or later. headers, key, delay, ttl and partition_key are options of send(). Each message has the header '
-  'pgque-recurring with name and run_at. At each run the role that made this call needs the right to send to the queue. A call that does not '
-  'change cron, timezone, starts_at and ends_at keeps the next run; a paused message stays paused. Errors: PQ001 no such queue; PQ003 the queue '
-  'has 100 recurring messages, and the role has a right to this queue only; PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name '
-  'belongs to another role.';
 
 create or replace function pgque.create_recurring(
   name text, queue_name text, cron text, type_name text, payload jsonb, headers jsonb default null, key text default null,
@@ -370,8 +359,6 @@ create or replace function pgque.create_recurring(
   catch_up text default 'one', starts_at timestamptz default null, ends_at timestamptz default null
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, $5::pg_catalog.text, null, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
-comment on function pgque.create_recurring(text, text, text, text, jsonb, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'Creates or changes a recurring message whose payload is JSON. The result, the options and the errors are those of a text.';
 
 create or replace function pgque.create_recurring(
   name text, queue_name text, cron text, type_name text, payload bytea, headers jsonb default null, key text default null,
@@ -379,8 +366,33 @@ create or replace function pgque.create_recurring(
   catch_up text default 'one', starts_at timestamptz default null, ends_at timestamptz default null
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, null, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
-comment on function pgque.create_recurring(text, text, text, text, bytea, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'Creates or changes a recurring message whose payload is bytes. The result, the options and the errors are those of a text.';
+
+-- The comments differ in the payload only.
+do $$
+declare
+  v_comment  text[];
+  v_rest     constant text :=
+    'The ticker sends it at its times. Returns 1 if it is new, else 0. name: 1 to 200 bytes, unique in the database. cron: five fields (minute hour '
+    'day month weekday), six fields with seconds first, or an interval of 1 second to 366 days, counted from starts_at or from now. The fields take '
+    '*, lists, ranges, steps and names. A date matches if its day or its weekday matches; if one of these fields is *, only the other one counts. '
+    'timezone: a name of pg_timezone_names. A fixed hour that the clock skips runs right after the change, and an hour that the clock repeats runs '
+    'once; hours with * or / follow real time. catch_up: the missed runs that are sent: none (of those missed by more than a minute), one (the last '
+    'run) or all (at most 1,000; if the queue is full, the rest follows later). starts_at, ends_at: no run is earlier or later. headers, key, delay, '
+    'ttl and partition_key are options of send(). Each message has the header pgque-recurring with name and run_at. At each run the role that made '
+    'this call needs the right to send to the queue. A call that does not change cron, timezone, starts_at and ends_at keeps the next run; a paused '
+    'message stays paused. Errors: PQ001 no such queue; PQ003 the queue has 100 recurring messages, and the role has a right to this queue only; '
+    'PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name belongs to another role.';
+begin
+  foreach v_comment slice 1 in array array[
+    ['text', 'Creates a recurring message whose payload is a text, or changes the one of this name. '],
+    ['jsonb', 'Creates a recurring message whose payload is JSON, or changes the one of this name. '],
+    ['bytea', 'Creates a recurring message whose payload is bytes, or changes the one of this name. ']]
+  loop
+    execute format('comment on function pgque.create_recurring(text, text, text, text, %s, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is %L',
+      v_comment[1], v_comment[2] || v_rest);
+  end loop;
+end
+$$;
 
 create or replace function pgque.next_runs(
   cron text, timezone text default 'UTC', n int default 5, starts_at timestamptz default null, ends_at timestamptz default null
@@ -401,8 +413,9 @@ begin
 end
 $$;
 comment on function pgque.next_runs(text, text, int, timestamptz, timestamptz) is
-  'Returns when a recurring message with this schedule would run next: n times (1 to 100), or fewer before ends_at. The arguments are those of '
-  'create_recurring(); an interval without starts_at counts from now. Only for the role pgque_writer. Errors: PQ005 invalid schedule or n.';
+  'Returns when a recurring message with this schedule would run next: n times (1 to 100), or fewer before ends_at. cron, timezone, starts_at and '
+  'ends_at mean what they mean for create_recurring(); an interval without starts_at counts from now. Only for the role pgque_writer. Errors: PQ005 '
+  'invalid schedule or n.';
 
 create or replace function pgque.drop_recurring(name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -465,8 +478,9 @@ begin
 end
 $$;
 comment on function pgque.run_recurring(text, pgque.caller) is
-  'Sends a recurring message now, besides its schedule and also while it is paused, and returns the id of the message. For the role that created it and '
-  'for administrators of its queue. Errors: PQ010 no such recurring message; as of send(), for the role that created it.';
+  'Sends a recurring message now, besides its schedule and also while it is paused, and returns the id of the message. For the role that created it '
+  'and for administrators of its queue. Errors: PQ003 the queue is full; PQ010 no such recurring message; PQ013 the queue is paused; 42501 the role '
+  'that created it may no longer send to the queue.';
 
 create or replace function pgque.list_recurring(
   caller pgque.caller default current_user,

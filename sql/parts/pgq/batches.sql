@@ -132,8 +132,10 @@ create or replace function pgque.next_batch_custom(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
 comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
-  'Opens a batch as next_batch_info() does, with conditions: it ends at a tick that is at least min_lag old, and, with min_count or min_interval, at '
-  'the nearest tick so that it spans at least this number of events or this time. NULL is no condition.';
+  'Opens a batch with conditions on its end; NULL is no condition. min_lag: the batch ends at a tick that is at least this old. min_count, '
+  'min_interval: it ends at the nearest tick so that it spans at least this number of messages or this time. The result is batch_id (NULL if there '
+  'is none), and the ids, times and event sequences of the batch''s two ticks. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 '
+  'not subscribed.';
 
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
@@ -143,17 +145,18 @@ create or replace function pgque.next_batch_info(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch_info(text, text) is
-  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks: if the batch is a part of a window (see max_window), those of '
-  'the window.';
+  'Opens the next window between two ticks as a batch; see next_batch(). The result is batch_id (NULL if there is none), and the ids, times and '
+  'event sequences of the batch''s two ticks. If the batch is a part of a window (see max_window), the ticks are those of the window. Errors: PQ001 '
+  'no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select pgque._open_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch(text, text) is
   'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
-  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more, unless max_window is set: then a larger window becomes several batches. Retries that '
-  'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
-  'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
-  'workers; PQ011 not subscribed.';
+  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more, unless max_window is set: then a larger window '
+  'becomes several batches. Retries that are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is '
+  'open, its id is returned again. A batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such '
+  'queue; PQ005 the consumer has workers; PQ011 not subscribed.';
 
 -- Returns the delivery of an open batch, without a lock; PQ012 if it is not open.
 create or replace function pgque._open_lease(p_sub pgque.subscriber, p_batch bigint) returns pgque.position
@@ -240,8 +243,8 @@ create or replace function pgque.get_batch_cursor(
 ) returns setof record
 language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
 comment on function pgque.get_batch_cursor(bigint, text, int) is
-  'Opens a cursor over an open batch and returns its first quick_limit events, without a condition on them. Fetch the rest from cursor_name in the '
-  'same transaction. Errors: PQ012 the batch is not open.';
+  'Opens a cursor over an open batch and returns its first quick_limit events. Fetch the rest from cursor_name in the same transaction. Errors: '
+  'PQ012 the batch is not open.';
 
 create or replace function pgque.get_batch_info(
   batch_id bigint, caller pgque.caller default current_user,

@@ -16,14 +16,14 @@ create or replace function pgque.insert_event(
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'PgQ''s name for send(): sends one message with the four extra texts of an event, and returns its id. Errors: PQ001 no such queue; PQ013 the '
-  'queue is paused.';
+  'PgQ''s name for send(): sends one message with the four extra texts of an event, and returns its id. Errors: PQ001 no such queue; PQ003 the queue '
+  'is full; PQ013 the queue is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
 comment on function pgque.insert_event(text, text, text) is
-  'PgQ''s name for send(): sends one message, whose extra texts are NULL, and returns its id. Errors: PQ001 no such queue; PQ013 the queue is '
-  'paused.';
+  'PgQ''s name for send(): sends one message, whose extra texts are NULL, and returns its id. Errors: PQ001 no such queue; PQ003 the queue is full; '
+  'PQ013 the queue is paused.';
 
 create or replace function pgque.current_event_table(queue_name text) returns text
 language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -36,11 +36,15 @@ comment on function pgque.current_event_table(text) is
 
 create or replace function pgque.force_tick(queue_name text) returns bigint
 language sql as $$ select pgque.force_next_tick($1) $$;
-comment on function pgque.force_tick(text) is 'PgQ''s name for force_next_tick().';
+comment on function pgque.force_tick(text) is
+  'PgQ''s name for force_next_tick(): makes the next ticker() tick the queue, and returns the id of the queue''s newest tick. Errors: PQ001 no such '
+  'queue.';
 
 create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
-comment on function pgque.register_consumer(text, text) is 'PgQ''s name for subscribe(queue_name, consumer_name).';
+comment on function pgque.register_consumer(text, text) is
+  'PgQ''s name for subscribe(): subscribes a consumer at the newest tick and returns 1, or 0 if it was subscribed already. Errors: PQ001 no such '
+  'queue; PQ004 invalid name.';
 
 create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -74,11 +78,13 @@ comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller)
 
 create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
-comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for unsubscribe().';
+comment on function pgque.unregister_consumer(text, text) is
+  'PgQ''s name for unsubscribe(): removes a consumer from a queue with its workers and its pending retries, and returns the number of subscribers '
+  'removed. Errors: PQ001 no such queue.';
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
-comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
+comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(): acknowledges a batch and returns 1, or 0 if it was acknowledged before.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -94,16 +100,16 @@ begin
 end
 $$;
 comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
-  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: as nack() does), however often it failed before. '
-  'Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; PQ012 the batch is '
-  'not open.';
+  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: after the queue''s retry_backoff), however often it '
+  'failed before. Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; '
+  'PQ012 the batch is not open.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
 language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
 comment on function pgque.event_retry(bigint, bigint, int) is
-  'Rejects one event of an open batch: it is redelivered to this consumer after a number of seconds (NULL: as nack() does), however often it '
-  'failed before. Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; '
-  'PQ012 the batch is not open.';
+  'Rejects one event of an open batch: it is redelivered to this consumer after a number of seconds (NULL: after the queue''s retry_backoff), '
+  'however often it failed before. Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in '
+  'this batch; PQ012 the batch is not open.';
 
 create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -114,5 +120,5 @@ begin
 end
 $$;
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now '
-  '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
+  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now (NULL: '
+  'after the queue''s retry_backoff). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';

@@ -248,10 +248,11 @@ begin
 end
 $$;
 comment on function pgque.receive_coop(text, text, text, int, interval, bigint, pgque.caller) is
-  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each worker gets other messages. '
-  'Registers the worker on first use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. '
-  'max_bytes: as for receive(). Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return or max_bytes is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
-  'own.';
+  'Delivers the consumer''s next messages as one batch to one of several workers (subconsumers) that share it; each worker gets other messages. '
+  'Registers the worker on first use. max_return: the most messages of a batch. dead_interval: if a worker was silent for longer, its batch is taken '
+  'over first, under a new batch id. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with at least one '
+  'message. Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return or max_bytes is below 1, or dead_interval is negative; PQ006 the '
+  'consumer reads on its own.';
 
 -- There is no argument caller, as in next_batch_custom() without a subconsumer.
 create or replace function pgque.next_batch_custom(
@@ -266,7 +267,11 @@ language sql as $$
   select * from pgque._next_batch($1, $2, $3, $4, $5, $6);
 $$;
 comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval) is
-  'Opens a batch for a worker (subconsumer) as next_batch() does, with the conditions and the result of next_batch_custom() without a subconsumer.';
+  'Opens a batch with conditions on its end for one of several workers (subconsumers) that share a consumer; each worker gets other windows. '
+  'Registers the worker on first use. NULL is no condition. min_lag: the batch ends at a tick that is at least this old. min_count, min_interval: it '
+  'ends at the nearest tick so that it spans at least this number of messages or this time. dead_interval: if a worker was silent for longer, its '
+  'batch is taken over first, under a new batch id. The result is batch_id (NULL if there is none), and the ids, times and event sequences of the '
+  'batch''s two ticks. Errors: PQ001 no such queue; PQ004 invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
 
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null

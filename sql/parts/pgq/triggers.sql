@@ -140,6 +140,9 @@ comment on function pgque.jsontriga() is
   'Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is I:, U: or D: and the key columns, or R for '
   'TRUNCATE; ev_extra1 is the table. Errors: PQ001 no such queue; PQ005 no queue, an unknown option, or a key that is no column; PQ013 the queue is '
   'paused, or the change is denied; 42501 the role that changes the table may not send to the queue.';
-comment on function pgque.logutriga() is 'Sends each change of a table as jsontriga() does, with the row as URL-encoded pairs.';
+comment on function pgque.logutriga() is
+  'Sends each change of a table with the row as URL-encoded pairs, as a row or TRUNCATE trigger. ev_type is I:, U: or D: and the key columns, or R '
+  'for TRUNCATE; ev_extra1 is the table. The arguments and the errors of the trigger are those of jsontriga().';
 comment on function pgque.sqltriga() is
-  'Sends each change of a table as jsontriga() does, with the part of an SQL statement that follows the table''s name. ev_type is I, U, D or R.';
+  'Sends each change of a table as the part of an SQL statement that follows the table''s name, as a row or TRUNCATE trigger. ev_type is I, U, D or '
+  'R; ev_extra1 is the table. The arguments and the errors of the trigger are those of jsontriga().';

@@ -164,13 +164,13 @@ begin
 end
 $$;
 comment on function pgque.next_window(text, bigint, bigint, bigint, int, bigint, text, uuid, boolean, pgque.caller) is
-  'Returns where the next piece of work ends, for a reader that has read up to after_tick. to_tick: as next_tick() returns it; NULL if there is no further tick. '
-  'upto_id: NULL for whole ticks. If the queue has a max_window, a piece has at most this number of events, and at most max_events. Then a window with more is cut: the piece has '
-  'its ids up to upto_id, and the next call is for the rest, with the same after_tick, this upto_id as after_id, and this to_tick as upto. cut: cut a window without max_window too, if it '
-  'has more than twice max_events, as one tick may. Read a piece with read_window(queue_name, after_tick, '
-  'to_tick, after_id => …, upto_id => …). It has more events only if several have its last id (bodies of a key). consumer_name: its retries count too. incarnation: see '
-  'queue_incarnation(). Errors: PQ001 no such queue; PQ005 a limit is below 1, or after_id without upto; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another '
-  'incarnation.';
+  'Returns where the next piece of work ends, for a reader that has read up to after_tick. to_tick: the tick that ends the piece; NULL if there is '
+  'no further tick. upto_id: NULL for whole ticks. With a max_window of the queue, a piece has at most this number of events, and at most '
+  'max_events. A larger window is cut: the piece has its ids up to upto_id, and the next call continues it with the same after_tick, this upto_id as '
+  'after_id, and this to_tick as upto. cut: without max_window, a window is cut if it has more than twice max_events, as one tick may. Read a piece '
+  'with read_window(queue_name, after_tick, to_tick, after_id => …, upto_id => …). It has more events only if several have its last id (bodies of a '
+  'key). consumer_name: its retries count as well. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ005 a limit is below 1, or '
+  'after_id without upto; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another incarnation.';
 
 -- Returns a part of the window between two ticks as a position: the ids above p_after, up to
 -- p_upto.
@@ -369,10 +369,12 @@ begin
 end
 $$;
 comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, text[], boolean, boolean, pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of read_window(), and returns how many rows to FETCH at once, in the same transaction: 2000, or 200 if the queue may have rows above 2 kB. '
-  'It is the fastest way to read a window: the server stores no rows. columns: only these columns of read_window(), or key (the key or the partition key), payload (as bytes), '
-  'header_names, header_values. ordered: by id; false is cheaper. A sort takes up to the work_mem of the session. by_key: parts and part divide the keys instead of the ids, '
-  'so that each key is in one part; messages without a key are divided by id. Errors: those of read_window(); PQ005 no such column; 42P03 the transaction has a cursor with this name.';
+  'Opens a cursor named cursor_name over the rows of read_window(), and returns how many rows to FETCH at once, in the same transaction: 2000, or '
+  '200 if the queue may have rows above 2 kB. It is the fastest way to read a window: the server stores no rows. columns: only these columns of '
+  'read_window(), or key (the key or the partition key), payload (as bytes), header_names, header_values. ordered: by id; false is cheaper. A sort '
+  'takes up to the work_mem of the session. by_key: parts and part divide the keys instead of the ids, so that each key is in one part; messages '
+  'without a key are divided by id. Errors: PQ001 no such queue; PQ005 no such window or column; PQ011 not subscribed; PQ015 a tick is not stored, '
+  'or the queue is another incarnation; 42P03 the transaction has a cursor with this name.';
 
 -- Opens a cursor over a query.
 create or replace function pgque._open_cursor(p_cursor text, p_queue text, p_sql text) returns void
@@ -428,9 +430,10 @@ begin
 end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, uuid, pgque.caller) is
-  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands. Without force, a tick that it has passed changes '
-  'nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. incarnation: see queue_incarnation(). Errors: PQ001 no '
-  'such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is not stored, or the queue is another incarnation.';
+  'Moves a consumer forward to a tick, or with force also back, and returns the tick where it stands. Without force, a tick that it has passed '
+  'changes nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. incarnation: see '
+  'queue_incarnation(). Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is not stored, or the '
+  'queue is another incarnation.';
 
 -- With no event before the earliest stored tick, nothing that was sent is missing.
 create or replace function pgque.seek_to_time(queue_name text, consumer_name text, at timestamptz, caller pgque.caller default current_user) returns bigint
@@ -533,6 +536,6 @@ begin
 end
 $$;
 comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
-  'Dead-letters messages that the consumer has passed, each with its reason. Returns one row a message: msg_id, ok, and the reason if not ok. A '
-  'message that is dead already stays as it is, so the call can be repeated. Errors: PQ001 no such queue; PQ005 not as many reasons as msg_ids; PQ011 '
-  'not subscribed.';
+  'Dead-letters messages that the consumer has passed, each with its reason. Returns one row for each message: msg_id, ok, and the reason if ok is '
+  'false. A message that is dead already stays as it is, so the call can be repeated. Errors: PQ001 no such queue; PQ005 not as many reasons as '
+  'msg_ids; PQ011 not subscribed.';

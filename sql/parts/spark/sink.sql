@@ -6,7 +6,7 @@
 -- overwrites would drop a table and create it again.  Their columns are text where a
 -- driver has strings.  sink has the options of send() by a trigger; sink_bulk takes
 -- plain messages by a rule, which is faster.
--- Their column queue has a domain type.  Under session_replication_role = replica,
+-- The column queue of both views has a domain type.  Under session_replication_role = replica,
 -- neither rules nor triggers of a view fire, and a view cannot have triggers that
 -- always fire.  So a row would be lost silently: the check of the domain refuses it.
 do $$
@@ -27,14 +27,15 @@ begin
 end
 $$;
 comment on view pgque.sink is
-  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text '
-  'of a JSON object), partition_key; key, delay, deliver_at, ttl as in send(). delay and ttl are texts of intervals; a number is seconds. With '
-  'sink_id, epoch and part, rows of a part are left out if another transaction has already written that part of the epoch. parts, if given, must '
-  'be the same each time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 under '
-  'session_replication_role = replica, where the view cannot send.';
+  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text of '
+  'a JSON object), partition_key; key, delay, deliver_at, ttl as in send(). delay and ttl are texts of intervals; a number is seconds. With sink_id, '
+  'epoch and part, rows of a part are left out if another transaction has already written that part of the epoch. parts, if given, must be the same '
+  'each time. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 invalid option, or epoch, part or parts without sink_id; PQ013 the queue '
+  'is paused; PQ016 the epoch is older than the sink''s newest or was written with other parts, or a part comes in more than one transaction; 23514 '
+  'under session_replication_role = replica, where the view cannot send.';
 comment on view pgque.sink_bulk is
-  'Sends one message for each row as pgque.sink does, for plain messages: by a rewrite rule, and so about twice as fast. Columns: queue, type, '
-  'payload, headers.';
+  'Sends one plain message for each row that INSERT or COPY puts into it, by a rewrite rule: about twice as fast as pgque.sink. Columns: queue, type '
+  '(NULL: default), payload, headers (text of a JSON object).';
 
 -- Returns the table for a message of this queue, for a statement that found the queue
 -- closed or not at all.  Raises PQ001 or PQ013, or repairs a queue that came out of a
@@ -311,10 +312,10 @@ end
 $$;
 comment on function pgque.sink_begin(text, bigint) is
   'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
-  'attempt and n = 0, 1, 2, ... in the order of sending. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count '
-  'from sink_commit(). A row may hold several messages, which costs less: rows says how many, and queues (NULL elements: queue), types, payloads or '
-  'all_bytes, all_headers, partition_keys, keys, delays, deliver_ats and ttls are arrays of that many. Nothing is sent before that call. epoch NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 '
-  'the epoch is older than the sink''s newest.';
+  'attempt and n = 0, 1, 2, ... in the order of sending; sink_commit() sends them. Columns: those of pgque.sink without sink_id, epoch, part and '
+  'parts. delay and ttl count from sink_commit(). A row may hold several messages, which costs less: rows is their number, and queues (NULL '
+  'elements: queue), types, payloads or all_bytes, all_headers, partition_keys, keys, delays, deliver_ats and ttls are arrays of this length. epoch '
+  'NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 the epoch is older than the sink''s newest.';
 
 -- Returns the attempts of both leaves.
 create or replace function pgque._attempts() returns setof pgque.sink_attempt
@@ -357,8 +358,8 @@ language sql stable as $$
   ) m
 $$;
 
--- Returns the same with its number in the epoch, in pieces that arrays can hold: of
--- 1,000 messages, and of 16 MB or one message more.
+-- Returns staged messages, each with its number in the epoch, in pieces that arrays can
+-- hold: of 1,000 messages, and of 16 MB or one message more.
 create or replace function pgque._staged(p_sink text, p_epoch bigint, p_attempts uuid[])
 returns table (at bigint, piece bigint[], queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
   deliver_at timestamptz, ttl text)
@@ -440,9 +441,9 @@ begin
 end
 $$;
 comment on function pgque.sink_servers(text, bigint, text[]) is
-  'Stores the list of servers that an epoch is spread over, and returns the stored list, which is that of the first call. Call it with the same list on '
-  'each server of the list, in the order of their names, before anything is committed; if a server returns another list, begin again with that list. An '
-  'empty list is returned if this epoch was committed without a list: then the whole epoch is on this server. Errors: PQ005 no epoch, an empty list, or a '
+  'Stores the list of servers that an epoch is spread over, and returns the list that the first call stored. Call it with one list on each server of '
+  'the list, in the order of their names, before anything is committed; if a server returns another list, begin again with that list. An empty list '
+  'is returned if this epoch was committed without a list: then the whole epoch is on this server. Errors: PQ005 no epoch, an empty list, or a '
   'server twice; PQ016 the epoch is older than the sink''s newest, or another role stored its list; 25000 not READ COMMITTED.';
 
 create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint, servers text[] default null) returns text
@@ -524,9 +525,11 @@ end
 $$;
 comment on function pgque.sink_commit(text, bigint, uuid[], bigint, text[]) is
   'Sends the messages that these attempts staged, in one transaction and so in one tick. Returns applied, or duplicate if the sink committed this '
-  'epoch before; then nothing is sent. row_count: the number of messages that must be staged. servers: what sink_servers() returned, if the epoch is spread over several servers. Attempts of the epoch that are not named are invalid '
-  'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
-  'is paused; PQ005 invalid option, or more messages than max_depth of a queue; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
+  'epoch before; then nothing is sent. row_count: the number of messages that must be staged. servers: the list that sink_servers() returned, if the '
+  'epoch is spread over several servers. Attempts of the epoch that are not named are invalid afterwards. Staged rows are kept for a day, also '
+  'through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue is paused; PQ005 invalid option, or more '
+  'messages than max_depth of a queue; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 '
+  'not READ COMMITTED.';
 
 -- Returns the attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
@@ -587,7 +590,8 @@ $$;
 create or replace function pgque._epoch_life(p_once boolean) returns interval
 language sql immutable as $$ select case when p_once then interval '2 days' else interval '1 year' end $$;
 
--- Does the same for committed epochs.  The newest of each sink is kept.
+-- Deletes committed epochs by emptying the other leaf, as _compact_stage() does for
+-- staged rows.  The newest epoch of each sink is kept.
 create or replace function pgque._compact_epochs() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare

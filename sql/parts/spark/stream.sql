@@ -160,10 +160,11 @@ begin
 end
 $$;
 comment on function pgque.subscribe_archive(text, text, text, boolean, pgque.caller) is
-  'Subscribes a consumer that reads first the archive of another one (archive_of), with archive_next() and archive_read(), and then the queue. Returns 1, or 0 if the consumer was '
-  'subscribed already: nothing changes then. The consumer stands at the tick from which on archive_of has not finished. Needs the right admin, as archive_list() does. '
-  'incomplete: also if the archive lacks messages. Errors: PQ001 no such queue; PQ005 both names are the same, or the archive lacks messages that archive_of has passed since it was '
-  'subscribed: archive_on_ack was not on all the time, or the consumer was moved forward; PQ011 archive_of is not subscribed.';
+  'Subscribes a consumer that reads first the archive of another one (archive_of), with archive_next() and archive_read(), and then the queue. '
+  'Returns 1, or 0 if the consumer was subscribed already: nothing changes then. The consumer stands at the tick from which on archive_of has not '
+  'finished. Needs the right admin, as archive_list() does. incomplete: subscribes even if the archive lacks messages. Errors: PQ001 no such queue; '
+  'PQ005 both names are the same, or the archive lacks messages that archive_of has passed since it was subscribed: archive_on_ack was not on all '
+  'the time, or the consumer was moved forward; PQ011 archive_of is not subscribed.';
 
 -- Refuses an archive that lacks messages that its subscriber has passed.
 create or replace function pgque._need_archived(p_queue text, p_sub int, p_incomplete boolean) returns void
@@ -193,8 +194,8 @@ begin
 end
 $$;
 comment on function pgque.archive_of(text, text, pgque.caller) is
-  'Returns the name of the consumer whose archive a consumer still has to read (see subscribe_archive()), or NULL if there is none. It reads none once seek() was called for it. '
-  'Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed.';
+  'Returns the name of the consumer whose archive a consumer still has to read (see subscribe_archive()), or NULL if there is none. After seek() was '
+  'called for the consumer, it reads no archive. Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed.';
 
 -- The subscriber whose archive another one reads.
 create or replace function pgque._archives(p_sub pgque.subscriber) returns pgque.subscriber
@@ -298,9 +299,11 @@ begin
 end
 $$;
 comment on function pgque.archive_next(text, text, bigint, bigint, bigint, boolean, uuid, pgque.caller) is
-  'Returns the id of the last of the next max_events messages (NULL: of all) above after_id in the archive that a consumer reads first, for archive_read(); NULL if there are none. tick_id: where the '
-  'consumer stands. Messages of the other consumer that wait for a retry, and its dead letters, count as archived. incomplete as in subscribe_archive(). incarnation: see queue_incarnation(). Errors: PQ001 no such queue; '
-  'PQ005 the archive lacks messages, or max_events is below 1; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand at tick_id, or the queue is another incarnation.';
+  'Returns the id of the last of the next max_events messages (NULL: of all) above after_id in the archive that a consumer reads first, for '
+  'archive_read(); NULL if there are none. tick_id: where the consumer stands. Messages of the other consumer that wait for a retry, and its dead '
+  'letters, count as archived. incomplete: reads on even if the archive lacks messages. incarnation: see queue_incarnation(). Errors: PQ001 no such '
+  'queue; PQ005 the archive lacks messages, or max_events is below 1; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the '
+  'consumer has no archive to read, or does not stand at tick_id, or the queue is another incarnation.';
 
 create or replace function pgque.archive_read(
   queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, incarnation uuid default null,
@@ -315,10 +318,12 @@ begin
 end
 $$;
 comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[], uuid, pgque.caller) is
-  'Returns the messages with ids above after_id, up to upto_id, of the archive that a consumer reads first, in the order of their ids; see subscribe_archive(). The columns are those of read_window(); '
-  'ev_txid may be NULL. types: only messages of these types. Each call returns the same messages, but for those that are deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by '
-  'drop_policy drop, or because they expire. Messages that went to a dead_letter_queue are not among them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
-  'stand at tick_id, or the queue is another incarnation.';
+  'Returns the messages with ids above after_id, up to upto_id, of the archive that a consumer reads first, in the order of their ids; see '
+  'subscribe_archive(). The columns are those of read_window(); ev_txid may be NULL. types: only messages of these types. Each call returns the same '
+  'messages, except those that were deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by drop_policy drop, or because they '
+  'expired. Messages that went to a dead_letter_queue are not among them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 '
+  'not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand at tick_id, or the queue is '
+  'another incarnation.';
 
 create or replace function pgque.archive_read_cursor(
   cursor_name text, queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, incarnation uuid default null,
@@ -335,5 +340,7 @@ begin
 end
 $$;
 comment on function pgque.archive_read_cursor(text, text, text, bigint, bigint, bigint, text[], uuid, text[], pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of archive_read(), and returns how many rows to FETCH at once, in the same transaction. columns: as in read_window_cursor(). '
-  'Errors: those of archive_read(); PQ005 no such column; 42P03 the transaction has a cursor with this name.';
+  'Opens a cursor named cursor_name over the rows of archive_read(), and returns how many rows to FETCH at once, in the same transaction. columns: '
+  'only these columns of archive_read(), or key, payload, header_names, header_values as read_window_cursor() has them. Errors: PQ001 no such queue; '
+  'PQ005 no such column; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand '
+  'at tick_id, or the queue is another incarnation; 42P03 the transaction has a cursor with this name.';
