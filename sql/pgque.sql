@@ -611,8 +611,8 @@ create table if not exists pgque.queue (
 comment on table pgque.queue is 'The queues with their settings; see alter_queue().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
 comment on column pgque.queue.queue_name is 'Name of the queue, 1 to 57 bytes.';
-comment on column pgque.queue.queue_ntables is 'Number of tables that its events rotate through: 3.';
-comment on column pgque.queue.queue_cur_table is 'Number of the table that events go to now: 0 to 2.';
+comment on column pgque.queue.queue_ntables is 'Number of tables that the queue''s messages rotate through: 3.';
+comment on column pgque.queue.queue_cur_table is 'Number of the table that new messages are stored in: 0 to 2.';
 comment on column pgque.queue.queue_rotation_period is
   'Shortest time between two rotations. The queue keeps between two and three periods of messages, and all that the slowest consumer has not '
   'finished.';
@@ -627,16 +627,18 @@ comment on column pgque.queue.queue_ticker_idle_period is 'Time between two tick
 comment on column pgque.queue.queue_max_retries is
   'How often a rejected message is redelivered before it is given up: n retries are n + 1 deliveries. Unit: retries.';
 comment on column pgque.queue.queue_retention_period is
-  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). So '
-  'are retries that were due for longer. For a delayed message the time counts from when it could be delivered. 0 restores the default.';
+  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). '
+  'Retries that were due for longer are given up as well. For a delayed message the time counts from when it could be delivered. 0 restores the '
+  'default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
-comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
-comment on column pgque.queue.queue_tick_seq is 'Sequence of its tick ids. A value above the newest tick requests a tick; see force_next_tick().';
-comment on column pgque.queue.queue_uid is 'Identity of the queue, unique in all databases and for all time.';
+comment on column pgque.queue.queue_event_seq is 'Sequence that the queue''s message ids are drawn from.';
+comment on column pgque.queue.queue_tick_seq is
+  'Sequence that the queue''s tick ids are drawn from. A value above the newest tick requests a tick; see force_next_tick().';
+comment on column pgque.queue.queue_uid is 'Identity of the queue, unique in all databases; a queue that is created again has another one.';
 comment on column pgque.queue.queue_created_at is 'When the queue was created.';
 comment on column pgque.queue.queue_xid is 'Mark of the transaction that last wrote this row.';
 comment on column pgque.queue.queue_restored is 'Whether the queue was loaded from a dump and not used since. Its first use after the end of the restore repairs it.';
-comment on column pgque.queue.queue_open is 'Whether the queue takes events.';
+comment on column pgque.queue.queue_open is 'Whether the queue takes messages.';
 comment on column pgque.queue.queue_visibility_timeout is
   'How long a worker''s lease on a batch lasts, unless receive() is called with another time.';
 comment on column pgque.queue.queue_max_receive_attempts is
@@ -702,7 +704,7 @@ comment on column pgque.tick.tick_queue is 'The queue: queue.queue_id.';
 comment on column pgque.tick.tick_id is 'Number of the tick in its queue.';
 comment on column pgque.tick.tick_time is 'When the tick was stored.';
 comment on column pgque.tick.tick_snapshot is 'The snapshot: which transactions had finished at the tick.';
-comment on column pgque.tick.tick_event_seq is 'Value of the event sequence at the tick.';
+comment on column pgque.tick.tick_event_seq is 'Value of the queue''s event sequence at the tick.';
 
 -- Rights of roles to one queue; see "rights".  A dump writes right_role as a name, but as
 -- a number if the role was dropped, and another server may have given this number to
@@ -718,9 +720,9 @@ create table if not exists pgque.queue_right (
   constraint queue_right_pkey primary key (right_queue, right_role, right_name)
 );
 comment on table pgque.queue_right is 'Rights of roles to single queues; see grant_queue().';
-comment on column pgque.queue_right.right_queue is 'The queue.';
-comment on column pgque.queue_right.right_role is 'The role.';
-comment on column pgque.queue_right.right_name is 'produce, consume or admin.';
+comment on column pgque.queue_right.right_queue is 'The queue: queue.queue_id.';
+comment on column pgque.queue_right.right_role is 'The role that has the right.';
+comment on column pgque.queue_right.right_name is 'The right: produce, consume or admin.';
 do $$
 begin
   perform pgque._add_columns('pgque.queue_right', $c$
@@ -820,7 +822,7 @@ create table if not exists pgque.journal (
   journal_emptied_at  timestamptz not null default '-infinity'
 );
 comment on table pgque.journal is 'The current leaf of the positions. Internal.';
--- The same leaf as a register that a call reads without a statement.  It is a hint:
+-- The current leaf, as a register that a call reads without a statement.  It is a hint:
 -- _compact_journal() sets it, and whoever uses it compares it with the table.
 create sequence if not exists pgque.journal_leaf as int minvalue 0 maxvalue 1;
 
@@ -938,7 +940,7 @@ create table if not exists pgque.retry_queue (
   constraint retry_queue_pkey primary key (ev_id, ev_owner, ev_queue)
 );
 comment on table pgque.retry_queue is
-  'Messages to be redelivered to a consumer, also while a worker has them leased, and delayed messages for every consumer.';
+  'Messages to be redelivered to a consumer, also while a worker has them leased, and delayed messages for every consumer; see list_messages().';
 comment on column pgque.retry_queue.ev_retry_after is 'When the message is due, or its lease expires.';
 comment on column pgque.retry_queue.ev_queue is 'The queue: queue.queue_id.';
 comment on column pgque.retry_queue.ev_owner is 'The subscriber that receives it: subscription.sub_id, or 0 for every consumer (a delayed message).';
@@ -970,14 +972,14 @@ create table if not exists pgque.dead_letter (
   dl_forward      int,
   constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
 );
-comment on table pgque.dead_letter is 'Messages that were given up, once for each consumer; see dlq_inspect().';
+comment on table pgque.dead_letter is 'Messages that were given up, once for each consumer; see the view dead_letters and dlq_inspect().';
 comment on column pgque.dead_letter.dl_id is 'Number of the dead letter: the argument of dlq_requeue() and dlq_replay().';
 comment on column pgque.dead_letter.dl_queue_id is 'The queue: queue.queue_id.';
 comment on column pgque.dead_letter.dl_consumer_id is 'The consumer that failed it: consumer.co_id.';
 comment on column pgque.dead_letter.dl_time is 'When the message became a dead letter.';
 comment on column pgque.dead_letter.dl_reason is 'Why the message was given up: the reason of the last nack().';
 
--- The columns that both tables have
+-- The columns that retry_queue and dead_letter both have
 do $$
 declare
   v_column  record;
@@ -1392,11 +1394,11 @@ comment on column pgque.queue.queue_max_consumers is
   'How many consumers a queue may have, subconsumers included; 0: no limit. Beyond it subscribe() fails with PQ003 for roles that have a right to '
   'this queue only. Only a member of pgque_admin sets it. Unit: consumers.';
 comment on column pgque.queue.queue_health_pending_warn is
-  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter, and '
-  'a queue without a consumer is no reason to warn.';
+  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only retention_period '
+  'counts, and a queue without a consumer is no reason to warn.';
 comment on column pgque.queue.queue_health_pending_fail is
-  'health() fails when a consumer''s oldest pending message is older than this, or older than retention_period. 0: only the latter. health() warns '
-  'of messages that a worker has leased for longer than this and than ten times visibility_timeout; 0: never.';
+  'health() fails when a consumer''s oldest pending message is older than this, or older than retention_period. 0: only retention_period counts. '
+  'health() also warns when a worker has leased a message for longer than this and than ten times visibility_timeout; 0: it never does.';
 comment on column pgque.queue.queue_health_tick_warn is 'health() warns when messages have waited longer for a tick; 0: never.';
 comment on column pgque.queue.queue_health_tick_fail is 'health() fails when messages have waited longer for a tick; 0: never.';
 comment on column pgque.queue.queue_health_depth_warn is
@@ -1506,32 +1508,32 @@ begin
   end if;
 end
 $$;
-comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
+comment on type pgque.message is 'Message as clients write it for nack(): the first ten columns of pgque.delivery.';
 comment on type pgque.look is 'State of a queue that the loop keeps after a check. Internal.';
 comment on type pgque.delivery is 'A message as receive() delivers it to a consumer.';
 comment on column pgque.delivery.msg_id is 'Id of the message in its queue; it stays through retries and dead letters.';
-comment on column pgque.delivery.batch_id is 'The batch it was delivered with: the argument of ack() and nack().';
+comment on column pgque.delivery.batch_id is 'The batch that the message was delivered with: the argument of ack() and nack().';
 comment on column pgque.delivery.type is 'Type that the sender gave; default if none.';
 comment on column pgque.delivery.payload is 'The text or JSON that was sent.';
 comment on column pgque.delivery.retry_count is 'How often the message was rejected before: 0 at first.';
-comment on column pgque.delivery.created_at is 'When it was sent.';
+comment on column pgque.delivery.created_at is 'When the message was sent.';
 comment on column pgque.delivery.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
 comment on column pgque.delivery.extra2 is 'Free text of the sender.';
 comment on column pgque.delivery.extra3 is 'Free text of the sender.';
 comment on column pgque.delivery.extra4 is 'Free text of the sender.';
-comment on column pgque.delivery.headers is 'Metadata of the sender.';
-comment on column pgque.delivery.key is 'Key of a keyed message.';
+comment on column pgque.delivery.headers is 'Metadata that the sender gave: a JSON object.';
+comment on column pgque.delivery.key is 'Key that the sender gave; NULL if none.';
 comment on column pgque.delivery.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
 comment on column pgque.delivery.receive_count is 'Number of this delivery: 1 at first.';
-comment on column pgque.delivery.last_error is 'Reason given when the message was rejected last.';
+comment on column pgque.delivery.last_error is 'Reason that was given when the message was rejected last.';
 comment on column pgque.delivery.expires_at is 'When the message expires; NULL: never.';
-comment on column pgque.delivery.queue is 'Name of its queue.';
-comment on type pgque.outcome is 'Outcome of one message of a call for several.';
+comment on column pgque.delivery.queue is 'Name of the message''s queue.';
+comment on type pgque.outcome is 'Outcome of one message, for calls that take several.';
 comment on column pgque.outcome.msg_id is 'Id of the message.';
 comment on column pgque.outcome.ok is 'Whether this call had the effect on the message.';
 comment on column pgque.outcome.reason is
-  'Why not, if not: not in this batch, settled already, cancelled, batch not open, lost to another worker. For dead() by queue: not found behind the '
-  'position, dead already.';
+  'Why ok is false: not in this batch, settled already, cancelled, batch not open, lost to another worker; for dead(queue_name, …): not found behind '
+  'the position, dead already.';
 -- ---------------------------------------------------------------------------
 -- queues: create, configure, pause, drop
 -- ---------------------------------------------------------------------------
@@ -2785,25 +2787,28 @@ $$;
 create or replace function pgque.send(queue_name text, payload text) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
 comment on function pgque.send(text, text) is
-  'Sends one message of type default and returns its id. The payload is kept byte for byte. Every consumer of the queue gets the message after this '
+  'Sends one text as a message of type default, kept byte for byte, and returns its id. Every consumer of the queue gets the message after this '
   'transaction commits and a tick follows. Errors: PQ001 no such queue; PQ003 the queue is full; PQ013 the queue is paused.';
 
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
 comment on function pgque.send(text, jsonb) is
-  'Sends one JSON value as a message of type default and returns its id. The payload is stored in canonical form. Errors: PQ001 no such queue; PQ003 the queue is full; '
-  'PQ013 the queue is paused.';
+  'Sends one JSON value as a message of type default, stored in canonical form, and returns its id. Every consumer of the queue gets the message '
+  'after this transaction commits and a tick follows. Errors: PQ001 no such queue; PQ003 the queue is full; PQ013 the queue is paused.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
 comment on function pgque.send(text, text, text, text) is
-  'Earlier form of send(): sends one text with a type and a partition key, which is an option of send() now, and returns the message''s id.';
+  'Earlier form of send(): sends one text with a type and a partition key, which is an option of send() now, and returns the message''s id. Errors: '
+  'PQ001 no such queue; PQ003 the queue is full; PQ005 the partition key begins with { and may be meant as headers; name the argument headers or '
+  'partition_key; PQ013 the queue is paused.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
 comment on function pgque.send(text, text, jsonb, text) is
   'Earlier form of send(): sends one JSON value with a type and a partition key, which is an option of send() now, and returns the message''s id. '
-  'Errors: PQ005 the partition key begins with { and may be meant as headers; name the argument headers or partition_key.';
+  'Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 the partition key begins with { and may be meant as headers; name the argument '
+  'headers or partition_key; PQ013 the queue is paused.';
 
 -- Returns a partition key that is no JSON object.  Headers in its place must not silently
 -- become a partition key.
@@ -2828,13 +2833,6 @@ language sql as $$
     else pgque._send_as($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
   end
 $$;
-comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: if a message with this key is '
-  'pending (delivered to no consumer yet), its body and headers are replaced, and its id is returned. delay (from now) or deliver_at: the message '
-  'is not delivered earlier. ttl: the message is not delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay '
-  'and ttl are at most 100 years. partition_key: kept in extra1, and the key that key_concurrency counts, for a message without key. Errors: PQ001 no such queue; '
-  'PQ003 the queue is full; PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a '
-  'change to the key.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
@@ -2846,17 +2844,34 @@ language sql as $$
     else pgque._send_as($1, $2, $3::pg_catalog.text, null, $4, $5, $6, $7, $8, $9)
   end
 $$;
-comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends one JSON value as a message and returns its id. The payload is stored in canonical form. The options and the errors are those of a text.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
   deliver_at timestamptz default null, ttl interval default null, partition_key text default null
 ) returns bigint
 language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
-comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends bytes as one message and returns its id. Consumers get the bytes in payload_bytes, and payload is NULL. The options and the errors are '
-  'those of a text.';
+
+-- The comments differ in the payload only.
+do $$
+declare
+  v_comment  text[];
+  v_options  constant text :=
+    'headers: a JSON object that travels with the message. key: if a message with this key is pending (delivered to no consumer yet), its body and '
+    'headers are replaced, and its id is returned. delay (from now) or deliver_at: the message is not delivered earlier. ttl: the message is not '
+    'delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay and ttl are at most 100 years. partition_key: kept '
+    'in extra1; for a message without key, it is also the key that key_concurrency counts. Errors: PQ001 no such queue; PQ003 the queue is full; '
+    'PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a change to the key.';
+begin
+  foreach v_comment slice 1 in array array[
+    ['text', 'Sends one text as a message, kept byte for byte, and returns its id. '],
+    ['jsonb', 'Sends one JSON value as a message, stored in canonical form, and returns its id. '],
+    ['bytea', 'Sends bytes as one message and returns its id. Consumers get the bytes in payload_bytes, and payload is NULL. ']]
+  loop
+    execute format('comment on function pgque.send(text, text, %s, jsonb, text, interval, timestamptz, interval, text) is %L',
+      v_comment[1], v_comment[2] || v_options);
+  end loop;
+end
+$$;
 
 -- Appends one event for each element with one statement, and returns ids in input
 -- order.  Taking the ids first is faster than returning them from the insert.
@@ -2933,8 +2948,10 @@ language sql as $$
   end
 $$;
 comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many texts, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL; their '
-  'meaning is that of send(). Errors: those of send(); PQ005 also for an array of another length.';
+  'Sends many texts, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL, and an '
+  'element means what the option of send() means. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 payloads is NULL or more than '
+  'max_depth, an array of another length, or an invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does '
+  'not see a change to the key.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -2948,7 +2965,10 @@ language sql as $$
   end
 $$;
 comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many JSON values, all or none, and returns their ids in the order of payloads. The options and the errors are those of texts.';
+  'Sends many JSON values, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL, and an '
+  'element means what the option of send() means. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 payloads is NULL or more than '
+  'max_depth, an array of another length, or an invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does '
+  'not see a change to the key.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -2958,7 +2978,10 @@ language sql as $$
   select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
 $$;
 comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many messages of bytes, all or none, and returns their ids in the order of payloads. The options and the errors are those of texts.';
+  'Sends many messages of bytes, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL, '
+  'and an element means what the option of send() means. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 payloads is NULL or more than '
+  'max_depth, an array of another length, or an invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does '
+  'not see a change to the key.';
 -- ---------------------------------------------------------------------------
 -- tick: record snapshots
 -- ---------------------------------------------------------------------------
@@ -3986,7 +4009,7 @@ $$;
 --   session 1: commits
 --   result:    message 1 is due before the last query, and no later query finds it
 --
--- The same happens if the clock is set back.  So a query begins a second before the one
+-- A query also misses a row if the clock is set back.  So a query begins a second before the one
 -- before it, and after five seconds one query begins at the beginning again.  A message that
 -- was committed more than a second after it was due waits for that query.
 --
@@ -4256,7 +4279,8 @@ language sql as $$
   select s.token, s.lease, s.settled, s.until from pgque._states(p_sub, (pgque._position(p_sub)).pos_open) s where s.place = 'log'
 $$;
 
--- Returns those of them whose lease expired and whose messages nobody received since.
+-- Returns the open batches of a consumer whose lease expired and whose messages nobody
+-- received since.
 create or replace function pgque._expired_batches(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language plpgsql as $$
@@ -4598,7 +4622,7 @@ begin
 end
 $$;
 
--- Does the same, and returns its position.
+-- Locks a subscriber as _lock_subscriber() does, and returns its position.
 create or replace function pgque._lock_position(p_sub int) returns pgque.position
 language plpgsql as $$
 begin
@@ -4732,11 +4756,12 @@ begin
 end
 $$;
 comment on function pgque.subscribe(text, text, text, boolean, int, pgque.caller) is
-  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after '
-  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). keyed_order: workers get the messages '
-  'of one key (partition_key for messages without key) one at a time, in order. key_concurrency: they get at most this many of one key at a time; 1 is '
-  'keyed_order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has max_consumers consumers; PQ004 the name is '
-  'empty or longer than 1000 bytes; PQ005 no such start_at, or key_concurrency is below 1, or above 1 with keyed_order; PQ006 it is subscribed with another key_concurrency.';
+  'Subscribes a consumer to a queue and returns 1. Returns 0 if the consumer was subscribed already; its position stays. start_at: latest (messages '
+  'after the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp (the last tick before it, else earliest). '
+  'keyed_order: workers get the messages of one key (partition_key for messages without key) one at a time, in order. key_concurrency: workers get '
+  'at most this many messages of one key at a time; 1 is keyed_order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, '
+  'and the queue has max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at, or key_concurrency is below '
+  '1, or above 1 with keyed_order; PQ006 the consumer is subscribed with another key_concurrency.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
@@ -4850,7 +4875,7 @@ end
 $$;
 comment on function pgque.unsubscribe(text, text, pgque.caller) is
   'Removes a consumer from a queue with its workers and its pending retries; its dead letters stay. Returns the number of subscribers removed, 0 if '
-  'it was not subscribed. Errors: PQ001 no such queue.';
+  'the consumer was not subscribed. Errors: PQ001 no such queue.';
 
 -- Returns a consumer's name; for a worker consumer.worker.
 create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
@@ -4986,7 +5011,7 @@ $leaves$;
 
 -- Creates the two functions for the ordinary deliveries of a queue, one for each leaf of
 -- the journal.  The caller has the subscriber's lock, and passes what _poll_L returned.
--- They return nothing, and change nothing, if the delivery is not ordinary or its window
+-- Both return nothing, and change nothing, if the delivery is not ordinary or its window
 -- is empty.
 --
 -- As in _xids(), a window has the transactions from lo to hi, and each one that ran at
@@ -5270,17 +5295,16 @@ end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
-  'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
-  'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
-  'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
-  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. Their last attempt is alone in its worker: '
-  'the worker receives it when it holds nothing else, and nothing besides. ack_batch: a batch that '
-  'is acknowledged first, in the same transaction. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with '
-  'at least one message. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
-  'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
-  'invalid worker name; PQ005 max_return or max_bytes is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
-  'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
-  'that is not READ COMMITTED.';
+  'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), without '
+  'the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s setting, '
+  '30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the next worker '
+  'that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. The last attempt of a message is '
+  'delivered alone: to a worker that holds no other message, and in a batch of one. ack_batch: a batch that is acknowledged first, in the same '
+  'transaction. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with at least one message. A delivery locks '
+  'the consumer until the transaction ends. So receive in a transaction of its own, and do the work and the ack in another one; workers that '
+  'receive, work and acknowledge in one transaction take turns. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 max_return or '
+  'max_bytes is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker is NULL; PQ006 the consumer '
+  'has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction that is not READ COMMITTED.';
 
 -- Returns how many bytes a message adds to a batch.
 create or replace function pgque._size(p_data text, p_bytes bytea, p_headers jsonb) returns bigint
@@ -5888,7 +5912,7 @@ begin
 end
 $$;
 
--- Returns those of the given messages that may be delivered, at most p_enough.  Expired
+-- Returns the given messages that may be delivered, at most p_enough.  Expired
 -- messages among them, and those whose attempts are used up, are removed.  The limit of
 -- attempts applies here, at a nack and in maint(), never while a lease lives.
 create or replace function pgque._choose_retries(
@@ -6011,9 +6035,9 @@ declare
   v_state  record;
   v_rows   text;
   v_ids    bigint[];   -- p_ids, sorted
-  v_log    bigint[];   -- those of them that are in the log, sorted
+  v_log    bigint[];   -- those of v_ids that are in the log, sorted
   v_new    bigint[];   -- those that get their outcome now
-  v_gone   bigint[];   -- the same of those that were in the retry queue
+  v_gone   bigint[];   -- those that get their outcome now and were in the retry queue
   v_ended  boolean;    -- whether a message of the queue was cancelled
 begin
   p_ids := pgque._flat(p_ids);
@@ -6242,7 +6266,8 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
-  'Earlier form of nack(): rejects one message, for clients that know the ten columns of pgque.message, the row that receive() once returned.';
+  'Earlier form of nack(): rejects one message and returns 1, for clients that know only the ten columns of pgque.message. Errors: PQ005 retry_after '
+  'is negative or above 100 years; PQ007 the message is not in this batch; PQ012 the batch is not open.';
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -6265,7 +6290,8 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
-  'Rejects many messages of an open batch, by id. Returns one row a message as ack(batch_id, msg_ids) does: msg_id, ok, and the reason if not ok. '
+  'Rejects many messages of an open batch, by id. They are redelivered to this consumer after retry_after (NULL: the queue''s retry_backoff), or '
+  'become dead letters once the queue''s max_retries are used up. Returns one row for each message: msg_id, ok, and the reason if ok is false. '
   'Errors: PQ005 retry_after is negative or above 100 years.';
 
 create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
@@ -6281,10 +6307,10 @@ begin
 end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this '
-  'batch, settled already, cancelled, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole batch returns '
-  '0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are kept in the '
-  'archive.';
+  'Acknowledges some messages of a batch; the others stay in it. Returns one row for each message: msg_id, ok, and the reason if ok is false (not in '
+  'this batch, settled already, cancelled, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole '
+  'batch returns 0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are '
+  'kept in the archive.';
 
 -- Gives up messages at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
@@ -6297,8 +6323,8 @@ $$;
 create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
 language sql as $$ select * from pgque._dead($1, $2, $3) $$;
 comment on function pgque.dead(bigint, bigint[], text) is
-  'Gives up messages of a batch at once: drop_policy applies to them (by default they become dead letters), with the reason. Returns one row a '
-  'message as ack(batch_id, msg_ids) does.';
+  'Gives up messages of a batch at once, with a reason: drop_policy applies to them, so that by default they become dead letters. Returns one row '
+  'for each message: msg_id, ok, and the reason if ok is false.';
 -- ---------------------------------------------------------------------------
 -- leases: release, extend and reclaim batches, share a consumer
 -- ---------------------------------------------------------------------------
@@ -6467,7 +6493,8 @@ end
 $$;
 comment on function pgque.reclaim(text, text, interval, bigint, pgque.caller) is
   'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
-  'number of batches. msg_id: only this message of them; returns 1, or 0 if no worker has it. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
+  'number of batches. msg_id: only this message is released, and the call returns 1, or 0 if no worker has it. While workers finish batches, one '
+  'call releases at most 500: call it again. Errors: PQ001 no such queue; PQ005 older_than is NULL; PQ011 not subscribed.';
 
 create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
@@ -6944,7 +6971,38 @@ comment on function pgque.dlq_inspect(text, int, text, text, text, text, timesta
   'returned here or by dlq_reasons(). only_type, only_key, only_consumer: only those of this type, key or consumer. since, until: only those given '
   'up at since or later, and before until. matching: only those with this text in the payload (its first 100,000 characters), the headers or the '
   'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
-  'page. A filter that few dead letters satisfy makes the call read all of the queue. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
+  'page. A filter that few dead letters satisfy makes the call read all of the queue. payload_size: bytes. dl_held: kept by drop_policy hold. '
+  'Errors: PQ001 no such queue.';
+
+-- The rows have the words of list_messages() in place of PgQ's column names.  Only the
+-- roles that may read the table may read the view: a view reads with its owner's rights,
+-- so a role with a right to one queue calls dlq_inspect(), which checks that right.
+create or replace view pgque.dead_letters as
+select q.queue_name as queue, c.co_name as consumer, d.dl_id, d.ev_id as msg_id, d.ev_type as type, d.ev_data as payload, d.ev_bytes as payload_bytes,
+  d.ev_headers as headers, d.ev_key as key, d.dl_reason as reason, greatest(d.dl_receives, d.ev_retry) as receive_count, coalesce(d.ev_retry, 0) as retry_count,
+  d.ev_time as created_at, d.dl_time as dead_at, d.ev_expires as expires_at, d.dl_held as held
+from pgque.dead_letter d
+join pgque.queue q on q.queue_id = d.dl_queue_id
+join pgque.consumer c on c.co_id = d.dl_consumer_id;
+comment on view pgque.dead_letters is
+  'Lists the dead letters of all queues, with the words of list_messages() as columns. Only for the role pgque_admin; with a right to one queue, '
+  'call dlq_inspect().';
+comment on column pgque.dead_letters.queue is 'Name of the queue.';
+comment on column pgque.dead_letters.consumer is 'Name of the consumer that failed the message.';
+comment on column pgque.dead_letters.dl_id is 'Number of the dead letter: the argument of dlq_requeue() and dlq_replay().';
+comment on column pgque.dead_letters.msg_id is 'Id of the message.';
+comment on column pgque.dead_letters.type is 'Type of the message.';
+comment on column pgque.dead_letters.payload is 'The text or JSON that was sent.';
+comment on column pgque.dead_letters.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
+comment on column pgque.dead_letters.headers is 'Metadata that the sender gave: a JSON object.';
+comment on column pgque.dead_letters.key is 'Key that the sender gave; NULL if none.';
+comment on column pgque.dead_letters.reason is 'Why the message was given up: the reason of the last nack().';
+comment on column pgque.dead_letters.receive_count is 'How often the message was delivered; for a consumer on its own, how often it failed.';
+comment on column pgque.dead_letters.retry_count is 'How often the message was rejected.';
+comment on column pgque.dead_letters.created_at is 'When the message was sent.';
+comment on column pgque.dead_letters.dead_at is 'When the message became a dead letter.';
+comment on column pgque.dead_letters.expires_at is 'When the message expires; NULL: never.';
+comment on column pgque.dead_letters.held is 'Whether drop_policy hold keeps the dead letter.';
 
 -- Returns the common form of reasons that differ only by numbers.  Digits after a letter
 -- belong to a word (utf8), and so do one or two digits after a letter and a hyphen
@@ -7207,7 +7265,7 @@ end
 $$;
 comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
   'Deletes the dead letters of a queue that were given up more than older_than ago, and returns their number. reason: only those with this reason, '
-  'as stored or as dlq_reasons() returns it. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
+  'as stored or as dlq_reasons() returns it. Dead letters that drop_policy hold keeps stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
 
 create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -7366,8 +7424,8 @@ exception
 end
 $$;
 
--- Does the same for a message that went to the retry queue before its first delivery.
--- Returns null if it cannot be delivered now.
+-- Claims the key of a message that went to the retry queue before its first delivery,
+-- and returns the row with its final body.  Returns null if it cannot be delivered now.
 create or replace function pgque._claim_retry(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -7733,7 +7791,7 @@ language sql immutable as $$
   select case when p_pos.pos_tick < p_pos.pos_high then ' and ' || pgque._cancelled_sql(p_queue_id, p_pos.pos_sub) || ' is null' else '' end
 $$;
 
--- Returns those of a consumer's batches that may have a message.
+-- Returns the batches of a consumer that may have a message.
 create or replace function pgque._batches_with(p_sub int, p_id bigint) returns setof bigint
 language sql as $$
   select h.token from pgque._open_batches(p_sub) h where p_id > coalesce((h.lease).pos_done_id, 0) and (p_id > (h.lease).pos_last_id) is not true
@@ -7885,12 +7943,13 @@ begin
 end
 $$;
 comment on function pgque.cancel(text, bigint, text, pgque.caller) is
-  'Cancels a message: it is no longer delivered to this consumer; without consumer_name to none, later ones included. Returns the state in which it was '
-  'found, in the words of list_messages(): processing, retry, pending, delayed, expired, dead, failed or archived (with several consumers the first of these that '
-  'applies), else cancelled (before), or done if no consumer has it. A delayed message is deleted: a second call does not find it. Nothing is done about dead letters and the archive. If a worker has the message, the lease of '
-  'this message ends: extend() counts one less, and the worker''s outcome for it has the reason cancelled. '
-  'Streams and others who read by offsets still see it. Errors: PQ001 no such queue; PQ005 consumer_name is set and the message is delayed; PQ010 no such message; '
-  'PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 an open transaction holds a consumer or a batch of the queue, or ticks it, for a minute (lock_timeout, if it is set).';
+  'Cancels a message for one consumer, or without consumer_name for every consumer, later ones included: it is no longer delivered. Returns the '
+  'state in which the message was found: processing, retry, pending, delayed, expired, dead, failed or archived, as in list_messages() (with several '
+  'consumers the first of these that applies), else cancelled (before), or done if no consumer has it. A delayed message is deleted, so that a '
+  'second call does not find it. Dead letters and the archive stay. If a worker has the message, its lease ends: extend() counts one less, and the '
+  'worker''s outcome for it has the reason cancelled. Readers that keep their own offsets, such as Spark, still see the message. Errors: PQ001 no '
+  'such queue; PQ005 consumer_name is set and the message is delayed; PQ010 no such message; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 '
+  'an open transaction holds a consumer or a batch of the queue, or ticks it, for a minute (lock_timeout, if it is set).';
 
 -- Returns the state of a message that no consumer has; null if it is not in the log.
 create or replace function pgque._ended_state(p_queue pgque.queue, p_sub int, p_id bigint) returns text
@@ -8130,8 +8189,8 @@ language sql as $$
   where s.sub_id = p_sub.sub_id
 $$;
 
--- The same for a consumer that was just subscribed.  One that was subscribed before must have
--- this limit.
+-- Stores key_concurrency of a consumer that was just subscribed.  One that was subscribed
+-- before must have this limit.
 create or replace function pgque._subscribe_keyed(p_queue text, p_consumer text, p_new boolean, p_limit int, p_caller name) returns void
 language plpgsql as $$
 declare
@@ -8173,10 +8232,10 @@ begin
 end
 $$;
 comment on function pgque.set_key_concurrency(text, text, int, pgque.caller) is
-  'Sets how many messages of one key the workers of a consumer have at most, all together: of one key, or of one partition_key for messages without '
-  'key. With 1 they get them in order (keyed_order). NULL: no limit. The limit holds for the next deliveries, and messages that are leased count. '
-  'Returns 1, or 0 if it was set so. Errors: PQ001 no such queue; PQ005 it is below 1; PQ006 the consumer has no workers; PQ011 not subscribed; 25000 not READ '
-  'COMMITTED.';
+  'Sets how many messages of one key the workers of a consumer have at most, all together. A message without key counts by its partition_key. With '
+  '1, the messages of a key are delivered in order (keyed_order). NULL: no limit. The limit holds for the next deliveries, and messages that are '
+  'leased count. Returns 1, or 0 if the limit was this already. Errors: PQ001 no such queue; PQ005 the limit is below 1; PQ006 the consumer has no '
+  'workers; PQ011 not subscribed; 25000 not READ COMMITTED.';
 -- ---------------------------------------------------------------------------
 -- expiry: messages that are not delivered after a time (ttl)
 -- ---------------------------------------------------------------------------
@@ -8188,6 +8247,8 @@ comment on function pgque.set_key_concurrency(text, text, int, pgque.caller) is
 --     An ordinary delivery has none (queue_expiring).  Lists show the status expired.
 --   * maint() deletes them (maint_expire()).
 
+-- Returns whether messages of a queue may expire: it has a message_ttl, or a message had
+-- a ttl.
 create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
@@ -8195,8 +8256,8 @@ begin
 end
 $$;
 
--- Notes the same for a queue whose setting message_ttl was changed, so that its row is
--- locked.
+-- Notes that messages of a queue may expire, because message_ttl was set.  The caller
+-- has locked the row of the queue.
 create or replace function pgque._note_expiring(p_queue_id int) returns void
 language sql volatile as $$
   update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
@@ -8249,7 +8310,8 @@ begin
 end
 $$;
 comment on function pgque.expire_messages(text, pgque.caller) is
-  'Deletes expired messages from the retry queue now, and returns their number. Expired messages in the log are never delivered and need no call.';
+  'Deletes expired messages from the retry queue now, and returns their number. Expired messages in the log are never delivered and need no call. '
+  'Errors: PQ001 no such queue.';
 
 create or replace function pgque._delete_expired(p_queue_id int) returns bigint
 language plpgsql as $$
@@ -8273,7 +8335,8 @@ begin
 end
 $$;
 comment on function pgque.delete_expired(text, pgque.caller) is
-  'Deletes dead letters whose message has expired, and returns their number. Held ones (drop_policy hold) stay.';
+  'Deletes dead letters whose message has expired, and returns their number. Dead letters that drop_policy hold keeps stay. Errors: PQ001 no such '
+  'queue.';
 
 create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -8297,7 +8360,7 @@ begin
 end
 $$;
 comment on function pgque.maint_expire() is
-  'Part of maint(): runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed.';
+  'Part of maint(): runs the cleanup jobs of set_schedule() that are due, and returns the number of messages removed.';
 
 create or replace function pgque.set_schedule(job text, every text) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -8701,7 +8764,8 @@ begin
 end
 $$;
 comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
-  'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
+  'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days. Errors: PQ001 no such queue; PQ005 before is '
+  'NULL.';
 
 -- Returns the leaves of the archive, each with its queue and its day as in _bucket(); both
 -- are 0 for archive_0.
@@ -8801,8 +8865,8 @@ begin
 end
 $$;
 comment on function pgque.archive(bigint, bigint[], pgque.caller) is
-  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
-  'msg_ids) does.';
+  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row for each message: msg_id, '
+  'ok, and the reason if ok is false.';
 
 create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -8829,7 +8893,7 @@ begin
 end
 $$;
 comment on function pgque.archive_poison(text, pgque.caller) is
-  'Moves the dead letters that list_poison() returns to the archive, with outcome poison. Returns their number.';
+  'Moves the dead letters that list_poison() returns to the archive, with outcome poison, and returns their number. Errors: PQ001 no such queue.';
 -- ---------------------------------------------------------------------------
 -- times: when recurring messages are due
 -- ---------------------------------------------------------------------------
@@ -9149,7 +9213,8 @@ $$;
 create or replace function pgque._recurring_due(p_now timestamptz, out id int, out due timestamptz) returns setof record
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
-  -- The same as _last_run(), in one query for many definitions.
+  -- The last run of each definition, as _last_run() finds it for one.  One query is
+  -- cheaper than a call for each.
   return query
     select r.rec_id, case when not r.rec_restored and u.run_at <= p_now + interval '1 hour' then u.run_due else '-infinity' end
     from pgque.recurring r
@@ -9455,18 +9520,6 @@ create or replace function pgque.create_recurring(
   catch_up text default 'one', starts_at timestamptz default null, ends_at timestamptz default null
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, $5, null, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
-comment on function pgque.create_recurring(text, text, text, text, text, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'Creates a recurring message, or changes the one of this name. The ticker sends it at its times. Returns 1 if it is new, else 0. name: 1 to 200 '
-  'bytes, unique in the database. cron: five fields (minute hour day month weekday), six fields with seconds first, or an interval of 1 second to '
-  '366 days, counted from starts_at or from now. The fields take *, lists, ranges, steps and names. A date matches if its day or its weekday '
-  'matches; if one of these fields is *, only the other one counts. timezone: a name of pg_timezone_names. A fixed hour that the clock skips runs '
-  'right after the change, and an hour that the clock repeats runs once; hours with * or / follow real time. catch_up: the missed runs that are '
-  'sent: none (of those missed by more than a minute), one (the last run) or all (at most 1,000; if the queue is full, the rest follows later). '
-  'starts_at, ends_at: no run is earlier or later. headers, key, delay, ttl and partition_key are options of send(). Each message has the header '
-  'pgque-recurring with name and run_at. At each run the role that made this call needs the right to send to the queue. A call that does not '
-  'change cron, timezone, starts_at and ends_at keeps the next run; a paused message stays paused. Errors: PQ001 no such queue; PQ003 the queue '
-  'has 100 recurring messages, and the role has a right to this queue only; PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name '
-  'belongs to another role.';
 
 create or replace function pgque.create_recurring(
   name text, queue_name text, cron text, type_name text, payload jsonb, headers jsonb default null, key text default null,
@@ -9474,8 +9527,6 @@ create or replace function pgque.create_recurring(
   catch_up text default 'one', starts_at timestamptz default null, ends_at timestamptz default null
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, $5::pg_catalog.text, null, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
-comment on function pgque.create_recurring(text, text, text, text, jsonb, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'Creates or changes a recurring message whose payload is JSON. The result, the options and the errors are those of a text.';
 
 create or replace function pgque.create_recurring(
   name text, queue_name text, cron text, type_name text, payload bytea, headers jsonb default null, key text default null,
@@ -9483,8 +9534,33 @@ create or replace function pgque.create_recurring(
   catch_up text default 'one', starts_at timestamptz default null, ends_at timestamptz default null
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, null, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
-comment on function pgque.create_recurring(text, text, text, text, bytea, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'Creates or changes a recurring message whose payload is bytes. The result, the options and the errors are those of a text.';
+
+-- The comments differ in the payload only.
+do $$
+declare
+  v_comment  text[];
+  v_rest     constant text :=
+    'The ticker sends it at its times. Returns 1 if it is new, else 0. name: 1 to 200 bytes, unique in the database. cron: five fields (minute hour '
+    'day month weekday), six fields with seconds first, or an interval of 1 second to 366 days, counted from starts_at or from now. The fields take '
+    '*, lists, ranges, steps and names. A date matches if its day or its weekday matches; if one of these fields is *, only the other one counts. '
+    'timezone: a name of pg_timezone_names. A fixed hour that the clock skips runs right after the change, and an hour that the clock repeats runs '
+    'once; hours with * or / follow real time. catch_up: the missed runs that are sent: none (of those missed by more than a minute), one (the last '
+    'run) or all (at most 1,000; if the queue is full, the rest follows later). starts_at, ends_at: no run is earlier or later. headers, key, delay, '
+    'ttl and partition_key are options of send(). Each message has the header pgque-recurring with name and run_at. At each run the role that made '
+    'this call needs the right to send to the queue. A call that does not change cron, timezone, starts_at and ends_at keeps the next run; a paused '
+    'message stays paused. Errors: PQ001 no such queue; PQ003 the queue has 100 recurring messages, and the role has a right to this queue only; '
+    'PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name belongs to another role.';
+begin
+  foreach v_comment slice 1 in array array[
+    ['text', 'Creates a recurring message whose payload is a text, or changes the one of this name. '],
+    ['jsonb', 'Creates a recurring message whose payload is JSON, or changes the one of this name. '],
+    ['bytea', 'Creates a recurring message whose payload is bytes, or changes the one of this name. ']]
+  loop
+    execute format('comment on function pgque.create_recurring(text, text, text, text, %s, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is %L',
+      v_comment[1], v_comment[2] || v_rest);
+  end loop;
+end
+$$;
 
 create or replace function pgque.next_runs(
   cron text, timezone text default 'UTC', n int default 5, starts_at timestamptz default null, ends_at timestamptz default null
@@ -9505,8 +9581,9 @@ begin
 end
 $$;
 comment on function pgque.next_runs(text, text, int, timestamptz, timestamptz) is
-  'Returns when a recurring message with this schedule would run next: n times (1 to 100), or fewer before ends_at. The arguments are those of '
-  'create_recurring(); an interval without starts_at counts from now. Only for the role pgque_writer. Errors: PQ005 invalid schedule or n.';
+  'Returns when a recurring message with this schedule would run next: n times (1 to 100), or fewer before ends_at. cron, timezone, starts_at and '
+  'ends_at mean what they mean for create_recurring(); an interval without starts_at counts from now. Only for the role pgque_writer. Errors: PQ005 '
+  'invalid schedule or n.';
 
 create or replace function pgque.drop_recurring(name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -9569,8 +9646,9 @@ begin
 end
 $$;
 comment on function pgque.run_recurring(text, pgque.caller) is
-  'Sends a recurring message now, besides its schedule and also while it is paused, and returns the id of the message. For the role that created it and '
-  'for administrators of its queue. Errors: PQ010 no such recurring message; as of send(), for the role that created it.';
+  'Sends a recurring message now, besides its schedule and also while it is paused, and returns the id of the message. For the role that created it '
+  'and for administrators of its queue. Errors: PQ003 the queue is full; PQ010 no such recurring message; PQ013 the queue is paused; 42501 the role '
+  'that created it may no longer send to the queue.';
 
 create or replace function pgque.list_recurring(
   caller pgque.caller default current_user,
@@ -9695,9 +9773,10 @@ exception
 end
 $$;
 comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
-  'Sends one message unless one with the same idem_key was sent to the queue within its ttl. Returns event_id and deduped: if deduped is true, '
-  'nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in extra1. Errors: '
-  'PQ001 no such queue; PQ005 no key, or ttl is not positive or above 100 years; PQ013 the queue is paused.';
+  'Sends one text as a message, unless a message with the same idem_key was sent to the queue within its ttl. Returns event_id and deduped: if '
+  'deduped is true, nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in '
+  'extra1. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 idem_key is empty or longer than 1000 bytes, or ttl is not positive or above '
+  '100 years; PQ013 the queue is paused; 40001 the key was used since a transaction began that is not READ COMMITTED.';
 
 create or replace function pgque.send_idem(
   queue text, type text, payload jsonb, idem_key text,
@@ -9706,8 +9785,10 @@ create or replace function pgque.send_idem(
 )
 language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
 comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
-  'Sends one JSON value unless a message with the same idem_key was sent to the queue within its ttl. The result, the options and the errors are '
-  'those of a text.';
+  'Sends one JSON value as a message, unless a message with the same idem_key was sent to the queue within its ttl. Returns event_id and deduped: if '
+  'deduped is true, nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in '
+  'extra1. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 idem_key is empty or longer than 1000 bytes, or ttl is not positive or above '
+  '100 years; PQ013 the queue is paused; 40001 the key was used since a transaction began that is not READ COMMITTED.';
 
 -- Returns the leaf of the idempotency keys that is written; see _journal_leaf().
 create or replace function pgque._idem_leaf() returns int
@@ -9782,14 +9863,14 @@ create or replace function pgque.insert_event(
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'PgQ''s name for send(): sends one message with the four extra texts of an event, and returns its id. Errors: PQ001 no such queue; PQ013 the '
-  'queue is paused.';
+  'PgQ''s name for send(): sends one message with the four extra texts of an event, and returns its id. Errors: PQ001 no such queue; PQ003 the queue '
+  'is full; PQ013 the queue is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
 comment on function pgque.insert_event(text, text, text) is
-  'PgQ''s name for send(): sends one message, whose extra texts are NULL, and returns its id. Errors: PQ001 no such queue; PQ013 the queue is '
-  'paused.';
+  'PgQ''s name for send(): sends one message, whose extra texts are NULL, and returns its id. Errors: PQ001 no such queue; PQ003 the queue is full; '
+  'PQ013 the queue is paused.';
 
 create or replace function pgque.current_event_table(queue_name text) returns text
 language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -9802,11 +9883,15 @@ comment on function pgque.current_event_table(text) is
 
 create or replace function pgque.force_tick(queue_name text) returns bigint
 language sql as $$ select pgque.force_next_tick($1) $$;
-comment on function pgque.force_tick(text) is 'PgQ''s name for force_next_tick().';
+comment on function pgque.force_tick(text) is
+  'PgQ''s name for force_next_tick(): makes the next ticker() tick the queue, and returns the id of the queue''s newest tick. Errors: PQ001 no such '
+  'queue.';
 
 create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
-comment on function pgque.register_consumer(text, text) is 'PgQ''s name for subscribe(queue_name, consumer_name).';
+comment on function pgque.register_consumer(text, text) is
+  'PgQ''s name for subscribe(): subscribes a consumer at the newest tick and returns 1, or 0 if it was subscribed already. Errors: PQ001 no such '
+  'queue; PQ004 invalid name.';
 
 create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -9840,11 +9925,13 @@ comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller)
 
 create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
-comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for unsubscribe().';
+comment on function pgque.unregister_consumer(text, text) is
+  'PgQ''s name for unsubscribe(): removes a consumer from a queue with its workers and its pending retries, and returns the number of subscribers '
+  'removed. Errors: PQ001 no such queue.';
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
-comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
+comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(): acknowledges a batch and returns 1, or 0 if it was acknowledged before.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -9860,16 +9947,16 @@ begin
 end
 $$;
 comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
-  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: as nack() does), however often it failed before. '
-  'Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; PQ012 the batch is '
-  'not open.';
+  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: after the queue''s retry_backoff), however often it '
+  'failed before. Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; '
+  'PQ012 the batch is not open.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
 language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
 comment on function pgque.event_retry(bigint, bigint, int) is
-  'Rejects one event of an open batch: it is redelivered to this consumer after a number of seconds (NULL: as nack() does), however often it '
-  'failed before. Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; '
-  'PQ012 the batch is not open.';
+  'Rejects one event of an open batch: it is redelivered to this consumer after a number of seconds (NULL: after the queue''s retry_backoff), '
+  'however often it failed before. Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in '
+  'this batch; PQ012 the batch is not open.';
 
 create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -9880,8 +9967,8 @@ begin
 end
 $$;
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now '
-  '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
+  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now (NULL: '
+  'after the queue''s retry_backoff). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
 -- ---------------------------------------------------------------------------
 -- batches: PgQ's way to receive
 -- ---------------------------------------------------------------------------
@@ -10016,8 +10103,10 @@ create or replace function pgque.next_batch_custom(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
 comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
-  'Opens a batch as next_batch_info() does, with conditions: it ends at a tick that is at least min_lag old, and, with min_count or min_interval, at '
-  'the nearest tick so that it spans at least this number of events or this time. NULL is no condition.';
+  'Opens a batch with conditions on its end; NULL is no condition. min_lag: the batch ends at a tick that is at least this old. min_count, '
+  'min_interval: it ends at the nearest tick so that it spans at least this number of messages or this time. The result is batch_id (NULL if there '
+  'is none), and the ids, times and event sequences of the batch''s two ticks. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 '
+  'not subscribed.';
 
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
@@ -10027,17 +10116,18 @@ create or replace function pgque.next_batch_info(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch_info(text, text) is
-  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks: if the batch is a part of a window (see max_window), those of '
-  'the window.';
+  'Opens the next window between two ticks as a batch; see next_batch(). The result is batch_id (NULL if there is none), and the ids, times and '
+  'event sequences of the batch''s two ticks. If the batch is a part of a window (see max_window), the ticks are those of the window. Errors: PQ001 '
+  'no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select pgque._open_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch(text, text) is
   'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. A consumer that '
-  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more, unless max_window is set: then a larger window becomes several batches. Retries that '
-  'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
-  'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
-  'workers; PQ011 not subscribed.';
+  'lags gets a window of several ticks, up to ticker_max_count events; a single tick may have more, unless max_window is set: then a larger window '
+  'becomes several batches. Retries that are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is '
+  'open, its id is returned again. A batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such '
+  'queue; PQ005 the consumer has workers; PQ011 not subscribed.';
 
 -- Returns the delivery of an open batch, without a lock; PQ012 if it is not open.
 create or replace function pgque._open_lease(p_sub pgque.subscriber, p_batch bigint) returns pgque.position
@@ -10124,8 +10214,8 @@ create or replace function pgque.get_batch_cursor(
 ) returns setof record
 language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
 comment on function pgque.get_batch_cursor(bigint, text, int) is
-  'Opens a cursor over an open batch and returns its first quick_limit events, without a condition on them. Fetch the rest from cursor_name in the '
-  'same transaction. Errors: PQ012 the batch is not open.';
+  'Opens a cursor over an open batch and returns its first quick_limit events. Fetch the rest from cursor_name in the same transaction. Errors: '
+  'PQ012 the batch is not open.';
 
 create or replace function pgque.get_batch_info(
   batch_id bigint, caller pgque.caller default current_user,
@@ -10404,10 +10494,11 @@ begin
 end
 $$;
 comment on function pgque.receive_coop(text, text, text, int, interval, bigint, pgque.caller) is
-  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each worker gets other messages. '
-  'Registers the worker on first use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. '
-  'max_bytes: as for receive(). Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return or max_bytes is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
-  'own.';
+  'Delivers the consumer''s next messages as one batch to one of several workers (subconsumers) that share it; each worker gets other messages. '
+  'Registers the worker on first use. max_return: the most messages of a batch. dead_interval: if a worker was silent for longer, its batch is taken '
+  'over first, under a new batch id. max_bytes: a new batch ends before its payloads and headers exceed this number of bytes, with at least one '
+  'message. Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return or max_bytes is below 1, or dead_interval is negative; PQ006 the '
+  'consumer reads on its own.';
 
 -- There is no argument caller, as in next_batch_custom() without a subconsumer.
 create or replace function pgque.next_batch_custom(
@@ -10422,7 +10513,11 @@ language sql as $$
   select * from pgque._next_batch($1, $2, $3, $4, $5, $6);
 $$;
 comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval) is
-  'Opens a batch for a worker (subconsumer) as next_batch() does, with the conditions and the result of next_batch_custom() without a subconsumer.';
+  'Opens a batch with conditions on its end for one of several workers (subconsumers) that share a consumer; each worker gets other windows. '
+  'Registers the worker on first use. NULL is no condition. min_lag: the batch ends at a tick that is at least this old. min_count, min_interval: it '
+  'ends at the nearest tick so that it spans at least this number of messages or this time. dead_interval: if a worker was silent for longer, its '
+  'batch is taken over first, under a new batch id. The result is batch_id (NULL if there is none), and the ids, times and event sequences of the '
+  'batch''s two ticks. Errors: PQ001 no such queue; PQ004 invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
 
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
@@ -10577,9 +10672,12 @@ comment on function pgque.jsontriga() is
   'Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is I:, U: or D: and the key columns, or R for '
   'TRUNCATE; ev_extra1 is the table. Errors: PQ001 no such queue; PQ005 no queue, an unknown option, or a key that is no column; PQ013 the queue is '
   'paused, or the change is denied; 42501 the role that changes the table may not send to the queue.';
-comment on function pgque.logutriga() is 'Sends each change of a table as jsontriga() does, with the row as URL-encoded pairs.';
+comment on function pgque.logutriga() is
+  'Sends each change of a table with the row as URL-encoded pairs, as a row or TRUNCATE trigger. ev_type is I:, U: or D: and the key columns, or R '
+  'for TRUNCATE; ev_extra1 is the table. The arguments and the errors of the trigger are those of jsontriga().';
 comment on function pgque.sqltriga() is
-  'Sends each change of a table as jsontriga() does, with the part of an SQL statement that follows the table''s name. ev_type is I, U, D or R.';
+  'Sends each change of a table as the part of an SQL statement that follows the table''s name, as a row or TRUNCATE trigger. ev_type is I, U, D or '
+  'R; ev_extra1 is the table. The arguments and the errors of the trigger are those of jsontriga().';
 -- ---------------------------------------------------------------------------
 -- sink: INSERT, COPY and Spark send
 -- ---------------------------------------------------------------------------
@@ -10588,7 +10686,7 @@ comment on function pgque.sqltriga() is
 -- overwrites would drop a table and create it again.  Their columns are text where a
 -- driver has strings.  sink has the options of send() by a trigger; sink_bulk takes
 -- plain messages by a rule, which is faster.
--- Their column queue has a domain type.  Under session_replication_role = replica,
+-- The column queue of both views has a domain type.  Under session_replication_role = replica,
 -- neither rules nor triggers of a view fire, and a view cannot have triggers that
 -- always fire.  So a row would be lost silently: the check of the domain refuses it.
 do $$
@@ -10609,14 +10707,15 @@ begin
 end
 $$;
 comment on view pgque.sink is
-  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text '
-  'of a JSON object), partition_key; key, delay, deliver_at, ttl as in send(). delay and ttl are texts of intervals; a number is seconds. With '
-  'sink_id, epoch and part, rows of a part are left out if another transaction has already written that part of the epoch. parts, if given, must '
-  'be the same each time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 under '
-  'session_replication_role = replica, where the view cannot send.';
+  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text of '
+  'a JSON object), partition_key; key, delay, deliver_at, ttl as in send(). delay and ttl are texts of intervals; a number is seconds. With sink_id, '
+  'epoch and part, rows of a part are left out if another transaction has already written that part of the epoch. parts, if given, must be the same '
+  'each time. Errors: PQ001 no such queue; PQ003 the queue is full; PQ005 invalid option, or epoch, part or parts without sink_id; PQ013 the queue '
+  'is paused; PQ016 the epoch is older than the sink''s newest or was written with other parts, or a part comes in more than one transaction; 23514 '
+  'under session_replication_role = replica, where the view cannot send.';
 comment on view pgque.sink_bulk is
-  'Sends one message for each row as pgque.sink does, for plain messages: by a rewrite rule, and so about twice as fast. Columns: queue, type, '
-  'payload, headers.';
+  'Sends one plain message for each row that INSERT or COPY puts into it, by a rewrite rule: about twice as fast as pgque.sink. Columns: queue, type '
+  '(NULL: default), payload, headers (text of a JSON object).';
 
 -- Returns the table for a message of this queue, for a statement that found the queue
 -- closed or not at all.  Raises PQ001 or PQ013, or repairs a queue that came out of a
@@ -10893,10 +10992,10 @@ end
 $$;
 comment on function pgque.sink_begin(text, bigint) is
   'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
-  'attempt and n = 0, 1, 2, ... in the order of sending. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count '
-  'from sink_commit(). A row may hold several messages, which costs less: rows says how many, and queues (NULL elements: queue), types, payloads or '
-  'all_bytes, all_headers, partition_keys, keys, delays, deliver_ats and ttls are arrays of that many. Nothing is sent before that call. epoch NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 '
-  'the epoch is older than the sink''s newest.';
+  'attempt and n = 0, 1, 2, ... in the order of sending; sink_commit() sends them. Columns: those of pgque.sink without sink_id, epoch, part and '
+  'parts. delay and ttl count from sink_commit(). A row may hold several messages, which costs less: rows is their number, and queues (NULL '
+  'elements: queue), types, payloads or all_bytes, all_headers, partition_keys, keys, delays, deliver_ats and ttls are arrays of this length. epoch '
+  'NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 the epoch is older than the sink''s newest.';
 
 -- Returns the attempts of both leaves.
 create or replace function pgque._attempts() returns setof pgque.sink_attempt
@@ -10939,8 +11038,8 @@ language sql stable as $$
   ) m
 $$;
 
--- Returns the same with its number in the epoch, in pieces that arrays can hold: of
--- 1,000 messages, and of 16 MB or one message more.
+-- Returns staged messages, each with its number in the epoch, in pieces that arrays can
+-- hold: of 1,000 messages, and of 16 MB or one message more.
 create or replace function pgque._staged(p_sink text, p_epoch bigint, p_attempts uuid[])
 returns table (at bigint, piece bigint[], queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
   deliver_at timestamptz, ttl text)
@@ -11022,9 +11121,9 @@ begin
 end
 $$;
 comment on function pgque.sink_servers(text, bigint, text[]) is
-  'Stores the list of servers that an epoch is spread over, and returns the stored list, which is that of the first call. Call it with the same list on '
-  'each server of the list, in the order of their names, before anything is committed; if a server returns another list, begin again with that list. An '
-  'empty list is returned if this epoch was committed without a list: then the whole epoch is on this server. Errors: PQ005 no epoch, an empty list, or a '
+  'Stores the list of servers that an epoch is spread over, and returns the list that the first call stored. Call it with one list on each server of '
+  'the list, in the order of their names, before anything is committed; if a server returns another list, begin again with that list. An empty list '
+  'is returned if this epoch was committed without a list: then the whole epoch is on this server. Errors: PQ005 no epoch, an empty list, or a '
   'server twice; PQ016 the epoch is older than the sink''s newest, or another role stored its list; 25000 not READ COMMITTED.';
 
 create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint, servers text[] default null) returns text
@@ -11106,9 +11205,11 @@ end
 $$;
 comment on function pgque.sink_commit(text, bigint, uuid[], bigint, text[]) is
   'Sends the messages that these attempts staged, in one transaction and so in one tick. Returns applied, or duplicate if the sink committed this '
-  'epoch before; then nothing is sent. row_count: the number of messages that must be staged. servers: what sink_servers() returned, if the epoch is spread over several servers. Attempts of the epoch that are not named are invalid '
-  'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
-  'is paused; PQ005 invalid option, or more messages than max_depth of a queue; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
+  'epoch before; then nothing is sent. row_count: the number of messages that must be staged. servers: the list that sink_servers() returned, if the '
+  'epoch is spread over several servers. Attempts of the epoch that are not named are invalid afterwards. Staged rows are kept for a day, also '
+  'through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue is paused; PQ005 invalid option, or more '
+  'messages than max_depth of a queue; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 '
+  'not READ COMMITTED.';
 
 -- Returns the attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
@@ -11169,7 +11270,8 @@ $$;
 create or replace function pgque._epoch_life(p_once boolean) returns interval
 language sql immutable as $$ select case when p_once then interval '2 days' else interval '1 year' end $$;
 
--- Does the same for committed epochs.  The newest of each sink is kept.
+-- Deletes committed epochs by emptying the other leaf, as _compact_stage() does for
+-- staged rows.  The newest epoch of each sink is kept.
 create or replace function pgque._compact_epochs() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -11376,13 +11478,13 @@ begin
 end
 $$;
 comment on function pgque.next_window(text, bigint, bigint, bigint, int, bigint, text, uuid, boolean, pgque.caller) is
-  'Returns where the next piece of work ends, for a reader that has read up to after_tick. to_tick: as next_tick() returns it; NULL if there is no further tick. '
-  'upto_id: NULL for whole ticks. If the queue has a max_window, a piece has at most this number of events, and at most max_events. Then a window with more is cut: the piece has '
-  'its ids up to upto_id, and the next call is for the rest, with the same after_tick, this upto_id as after_id, and this to_tick as upto. cut: cut a window without max_window too, if it '
-  'has more than twice max_events, as one tick may. Read a piece with read_window(queue_name, after_tick, '
-  'to_tick, after_id => …, upto_id => …). It has more events only if several have its last id (bodies of a key). consumer_name: its retries count too. incarnation: see '
-  'queue_incarnation(). Errors: PQ001 no such queue; PQ005 a limit is below 1, or after_id without upto; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another '
-  'incarnation.';
+  'Returns where the next piece of work ends, for a reader that has read up to after_tick. to_tick: the tick that ends the piece; NULL if there is '
+  'no further tick. upto_id: NULL for whole ticks. With a max_window of the queue, a piece has at most this number of events, and at most '
+  'max_events. A larger window is cut: the piece has its ids up to upto_id, and the next call continues it with the same after_tick, this upto_id as '
+  'after_id, and this to_tick as upto. cut: without max_window, a window is cut if it has more than twice max_events, as one tick may. Read a piece '
+  'with read_window(queue_name, after_tick, to_tick, after_id => …, upto_id => …). It has more events only if several have its last id (bodies of a '
+  'key). consumer_name: its retries count as well. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ005 a limit is below 1, or '
+  'after_id without upto; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another incarnation.';
 
 -- Returns a part of the window between two ticks as a position: the ids above p_after, up to
 -- p_upto.
@@ -11581,10 +11683,12 @@ begin
 end
 $$;
 comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, bigint, bigint, text[], boolean, boolean, pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of read_window(), and returns how many rows to FETCH at once, in the same transaction: 2000, or 200 if the queue may have rows above 2 kB. '
-  'It is the fastest way to read a window: the server stores no rows. columns: only these columns of read_window(), or key (the key or the partition key), payload (as bytes), '
-  'header_names, header_values. ordered: by id; false is cheaper. A sort takes up to the work_mem of the session. by_key: parts and part divide the keys instead of the ids, '
-  'so that each key is in one part; messages without a key are divided by id. Errors: those of read_window(); PQ005 no such column; 42P03 the transaction has a cursor with this name.';
+  'Opens a cursor named cursor_name over the rows of read_window(), and returns how many rows to FETCH at once, in the same transaction: 2000, or '
+  '200 if the queue may have rows above 2 kB. It is the fastest way to read a window: the server stores no rows. columns: only these columns of '
+  'read_window(), or key (the key or the partition key), payload (as bytes), header_names, header_values. ordered: by id; false is cheaper. A sort '
+  'takes up to the work_mem of the session. by_key: parts and part divide the keys instead of the ids, so that each key is in one part; messages '
+  'without a key are divided by id. Errors: PQ001 no such queue; PQ005 no such window or column; PQ011 not subscribed; PQ015 a tick is not stored, '
+  'or the queue is another incarnation; 42P03 the transaction has a cursor with this name.';
 
 -- Opens a cursor over a query.
 create or replace function pgque._open_cursor(p_cursor text, p_queue text, p_sql text) returns void
@@ -11640,9 +11744,10 @@ begin
 end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, uuid, pgque.caller) is
-  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands. Without force, a tick that it has passed changes '
-  'nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. incarnation: see queue_incarnation(). Errors: PQ001 no '
-  'such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is not stored, or the queue is another incarnation.';
+  'Moves a consumer forward to a tick, or with force also back, and returns the tick where it stands. Without force, a tick that it has passed '
+  'changes nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. incarnation: see '
+  'queue_incarnation(). Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is not stored, or the '
+  'queue is another incarnation.';
 
 -- With no event before the earliest stored tick, nothing that was sent is missing.
 create or replace function pgque.seek_to_time(queue_name text, consumer_name text, at timestamptz, caller pgque.caller default current_user) returns bigint
@@ -11745,9 +11850,9 @@ begin
 end
 $$;
 comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
-  'Dead-letters messages that the consumer has passed, each with its reason. Returns one row a message: msg_id, ok, and the reason if not ok. A '
-  'message that is dead already stays as it is, so the call can be repeated. Errors: PQ001 no such queue; PQ005 not as many reasons as msg_ids; PQ011 '
-  'not subscribed.';
+  'Dead-letters messages that the consumer has passed, each with its reason. Returns one row for each message: msg_id, ok, and the reason if ok is '
+  'false. A message that is dead already stays as it is, so the call can be repeated. Errors: PQ001 no such queue; PQ005 not as many reasons as '
+  'msg_ids; PQ011 not subscribed.';
 -- ---------------------------------------------------------------------------
 -- stream: how far behind a reader of offsets is, what it could not parse, and what it
 -- reads of the archive first
@@ -11910,10 +12015,11 @@ begin
 end
 $$;
 comment on function pgque.subscribe_archive(text, text, text, boolean, pgque.caller) is
-  'Subscribes a consumer that reads first the archive of another one (archive_of), with archive_next() and archive_read(), and then the queue. Returns 1, or 0 if the consumer was '
-  'subscribed already: nothing changes then. The consumer stands at the tick from which on archive_of has not finished. Needs the right admin, as archive_list() does. '
-  'incomplete: also if the archive lacks messages. Errors: PQ001 no such queue; PQ005 both names are the same, or the archive lacks messages that archive_of has passed since it was '
-  'subscribed: archive_on_ack was not on all the time, or the consumer was moved forward; PQ011 archive_of is not subscribed.';
+  'Subscribes a consumer that reads first the archive of another one (archive_of), with archive_next() and archive_read(), and then the queue. '
+  'Returns 1, or 0 if the consumer was subscribed already: nothing changes then. The consumer stands at the tick from which on archive_of has not '
+  'finished. Needs the right admin, as archive_list() does. incomplete: subscribes even if the archive lacks messages. Errors: PQ001 no such queue; '
+  'PQ005 both names are the same, or the archive lacks messages that archive_of has passed since it was subscribed: archive_on_ack was not on all '
+  'the time, or the consumer was moved forward; PQ011 archive_of is not subscribed.';
 
 -- Refuses an archive that lacks messages that its subscriber has passed.
 create or replace function pgque._need_archived(p_queue text, p_sub int, p_incomplete boolean) returns void
@@ -11943,8 +12049,8 @@ begin
 end
 $$;
 comment on function pgque.archive_of(text, text, pgque.caller) is
-  'Returns the name of the consumer whose archive a consumer still has to read (see subscribe_archive()), or NULL if there is none. It reads none once seek() was called for it. '
-  'Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed.';
+  'Returns the name of the consumer whose archive a consumer still has to read (see subscribe_archive()), or NULL if there is none. After seek() was '
+  'called for the consumer, it reads no archive. Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed.';
 
 -- The subscriber whose archive another one reads.
 create or replace function pgque._archives(p_sub pgque.subscriber) returns pgque.subscriber
@@ -12048,9 +12154,11 @@ begin
 end
 $$;
 comment on function pgque.archive_next(text, text, bigint, bigint, bigint, boolean, uuid, pgque.caller) is
-  'Returns the id of the last of the next max_events messages (NULL: of all) above after_id in the archive that a consumer reads first, for archive_read(); NULL if there are none. tick_id: where the '
-  'consumer stands. Messages of the other consumer that wait for a retry, and its dead letters, count as archived. incomplete as in subscribe_archive(). incarnation: see queue_incarnation(). Errors: PQ001 no such queue; '
-  'PQ005 the archive lacks messages, or max_events is below 1; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand at tick_id, or the queue is another incarnation.';
+  'Returns the id of the last of the next max_events messages (NULL: of all) above after_id in the archive that a consumer reads first, for '
+  'archive_read(); NULL if there are none. tick_id: where the consumer stands. Messages of the other consumer that wait for a retry, and its dead '
+  'letters, count as archived. incomplete: reads on even if the archive lacks messages. incarnation: see queue_incarnation(). Errors: PQ001 no such '
+  'queue; PQ005 the archive lacks messages, or max_events is below 1; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the '
+  'consumer has no archive to read, or does not stand at tick_id, or the queue is another incarnation.';
 
 create or replace function pgque.archive_read(
   queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, incarnation uuid default null,
@@ -12065,10 +12173,12 @@ begin
 end
 $$;
 comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[], uuid, pgque.caller) is
-  'Returns the messages with ids above after_id, up to upto_id, of the archive that a consumer reads first, in the order of their ids; see subscribe_archive(). The columns are those of read_window(); '
-  'ev_txid may be NULL. types: only messages of these types. Each call returns the same messages, but for those that are deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by '
-  'drop_policy drop, or because they expire. Messages that went to a dead_letter_queue are not among them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
-  'stand at tick_id, or the queue is another incarnation.';
+  'Returns the messages with ids above after_id, up to upto_id, of the archive that a consumer reads first, in the order of their ids; see '
+  'subscribe_archive(). The columns are those of read_window(); ev_txid may be NULL. types: only messages of these types. Each call returns the same '
+  'messages, except those that were deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by drop_policy drop, or because they '
+  'expired. Messages that went to a dead_letter_queue are not among them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 '
+  'not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand at tick_id, or the queue is '
+  'another incarnation.';
 
 create or replace function pgque.archive_read_cursor(
   cursor_name text, queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, incarnation uuid default null,
@@ -12085,8 +12195,10 @@ begin
 end
 $$;
 comment on function pgque.archive_read_cursor(text, text, text, bigint, bigint, bigint, text[], uuid, text[], pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of archive_read(), and returns how many rows to FETCH at once, in the same transaction. columns: as in read_window_cursor(). '
-  'Errors: those of archive_read(); PQ005 no such column; 42P03 the transaction has a cursor with this name.';
+  'Opens a cursor named cursor_name over the rows of archive_read(), and returns how many rows to FETCH at once, in the same transaction. columns: '
+  'only these columns of archive_read(), or key, payload, header_names, header_values as read_window_cursor() has them. Errors: PQ001 no such queue; '
+  'PQ005 no such column; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand '
+  'at tick_id, or the queue is another incarnation; 42P03 the transaction has a cursor with this name.';
 -- ---------------------------------------------------------------------------
 -- restore: whether a dump was loaded completely
 -- ---------------------------------------------------------------------------
@@ -12125,7 +12237,8 @@ exception
 end
 $$;
 
--- Does the same for a database of 0.7.0 or earlier, as a part of maintenance.
+-- Creates the view of _note_complete() in a database of 0.7.0 or earlier, as a part of
+-- maintenance.
 create or replace function pgque._note_complete_later() returns int
 language plpgsql as $$
 begin
@@ -12340,8 +12453,8 @@ begin
 end
 $$;
 comment on function pgque.confirm_restore() is
-  'Declares that the restore of this database is complete, and returns the number of queues that can now be used. It is needed only if health() '
-  'says so: after data was loaded without the rest of the dump, or if a part of the restore failed. What was not loaded by then is lost: for '
+  'Declares that the restore of this database is complete, and returns the number of queues that can now be used. Call it only if health() advises '
+  'it: after data was loaded without the rest of the dump, or after a part of the restore failed. Data that was not loaded by then is lost: for '
   'example, a queue whose consumers are missing starts empty. Tables of queues that have no row in pgque.queue are dropped.';
 
 -- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,
@@ -13026,10 +13139,10 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Nobody can read them again, neither a consumer '
-  'that subscribes at earliest or is moved back, nor read_window(). Dead letters and the archive stay. For a batch that was open, ack() then '
-  'returns 0 or false. Rotation later empties the tables on disk. Returns the number of messages that the slowest consumer had ahead of it. Errors: '
-  'PQ001 no such queue; 25000 not READ COMMITTED.';
+  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. No call can read them again, also not for a '
+  'consumer that subscribes at earliest or is moved back. Dead letters and the archive stay. For a batch that was open, ack() then returns 0 or '
+  'false. Rotation later empties the tables on disk. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such '
+  'queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -14661,10 +14774,11 @@ exception
 end
 $$;
 
--- Returns those of them that are in the log and that a consumer at p_position (null: where
--- it stands now) has not received.  It reads ids range by range, each eight times as long as
--- the one before, until it has enough: upwards, or downwards from p_before.  (No sequential scans: if a table was analyzed when it
--- had only the first range, the planner expects that all its rows are in that range.)
+-- Returns the messages of _messages() that are in the log and that a consumer at p_position
+-- (null: where it stands now) has not received.  It reads ids range by range, each eight
+-- times as long as the one before, until it has enough: upwards, or downwards from
+-- p_before.  (No sequential scans: if a table was analyzed when it had only the first
+-- range, the planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[], p_position pgque.position default null,
   p_before bigint default null,
@@ -14752,7 +14866,8 @@ language sql immutable as $f$
     $q$
 $f$;
 
--- Returns the query for those that are dead letters, with one more condition.
+-- Returns the query for the messages of _messages() that are dead letters, with one more
+-- condition.
 create or replace function pgque._dead_messages_sql(p_and text) returns text
 language sql immutable as $f$
   select $q$
@@ -14866,8 +14981,8 @@ begin
 end
 $$;
 comment on function pgque.get_message(text, bigint, pgque.caller) is
-  'Returns one message, a row for each consumer that still has it, without receiving it. The columns are those of list_messages(). Errors: PQ001 '
-  'no such queue; PQ010 no consumer has it.';
+  'Returns one message, a row for each consumer that still has it, without receiving it. status is one of those of list_messages(). available_at: '
+  'when the message can be received, or its lease expires. dl_id: set if it is a dead letter. Errors: PQ001 no such queue; PQ010 no consumer has it.';
 
 create or replace function pgque.message_history(
   queue_name text, msg_id bigint, caller pgque.caller default current_user,
@@ -14972,8 +15087,8 @@ begin
 end
 $$;
 comment on function pgque.message_status(text, bigint, pgque.caller) is
-  'Returns the state of one message, a row for each consumer that still has it. The status is that of list_messages(). Errors: PQ010 no consumer '
-  'has it.';
+  'Returns the state of one message, a row for each consumer that still has it. status: pending, processing, delayed, retry, expired, dead, failed '
+  '(dead with drop_policy hold) or archived. Errors: PQ001 no such queue; PQ010 no consumer has it.';
 
 -- Up to 0.8 it had a column less, and CREATE OR REPLACE cannot add one.
 do $$
@@ -15017,7 +15132,7 @@ end
 $$;
 comment on function pgque.list_workers(text, text, pgque.caller) is
   'Returns the workers that have messages now: batches, messages, last_seen (when the worker last received), lease_until (when the first of its '
-  'leases expires), waiting (messages that wait for a key of which the worker has a message; see key_concurrency).';
+  'leases expires), waiting (messages that wait for a key of which the worker has a message; see key_concurrency). Errors: PQ001 no such queue.';
 
 create or replace function pgque.list_poison(
   queue_name text, limit_count int default 100, caller pgque.caller default current_user,
@@ -15045,7 +15160,7 @@ end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
   'Returns messages that were delivered more than once without an outcome, or were given up for that reason. They may kill their workers. dl_id is '
-  'set if the message is a dead letter.';
+  'set if the message is a dead letter. Errors: PQ001 no such queue.';
 -- ---------------------------------------------------------------------------
 -- health: metrics and checks
 -- ---------------------------------------------------------------------------
@@ -15081,7 +15196,8 @@ begin
     cross join lateral (
       select o.pos_tick, o.pos_event_seq from pgque._oldest_needed_position((p.sub).sub_id) o where pg_catalog.cardinality((p.pos).pos_open) > 0
       union all
-      -- The same as _next_from(), in one query for many consumers.
+      -- Where each consumer reads on, as _next_from() finds it for one.  One query is
+      -- cheaper than a call for each.
       select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end,
         case when n.past then (p.pos).pos_next_event_seq else (p.pos).pos_event_seq end
       from (select (p.pos).pos_fresh > 0 and (p.pos).pos_last_id is null) n (past)
@@ -15134,7 +15250,7 @@ language sql as $$
   ) s
 $$;
 
--- Returns the same; null if it has to wait for a lock.
+-- Returns the sizes as _sizes() does, or null if it has to wait for a lock.
 create or replace function pgque._sizes_soon(p_queues int[] default null) returns jsonb
 language plpgsql as $$
 declare
@@ -15357,7 +15473,8 @@ begin
 end
 $$;
 comment on function pgque.metrics(text, pgque.caller) is
-  'Returns those figures of metrics() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
+  'Returns the figures of one queue, or with NULL of each queue that the caller has a right to, one a row: metric, queue, consumer, value. The '
+  'figures of the whole server are left out. Any right to a queue is enough. Errors: PQ001 no such queue.';
 
 -- Returns the metrics of some queues, in the order of their names; p_sizes as _sizes()
 -- returns it.
@@ -15716,7 +15833,8 @@ begin
 end
 $$;
 
--- Returns the checks of some queues, in the order of their names; p_figures as above.
+-- Returns the checks of some queues, in the order of their names.  p_figures: also the
+-- figures that overview() shows.
 create or replace function pgque._health_of(
   p_queues int[], p_figures boolean, out check_name text, out queue text, out status text, out detail text, out advice text, out figures jsonb
 ) returns setof record
@@ -15835,7 +15953,8 @@ begin
 end
 $$;
 comment on function pgque.health(text, pgque.caller) is
-  'Returns those checks of health() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
+  'Returns the checks of one queue, or with NULL of each queue that the caller has a right to, one a row: status (ok, warn or fail), detail (what '
+  'was found) and advice (what to do). The checks of the whole server are left out. Any right to a queue is enough. Errors: PQ001 no such queue.';
 
 -- Returns the checks of some queues, with null of all queues and of the server;
 -- p_figures: see _queue_health().
@@ -15956,8 +16075,8 @@ end
 $$;
 comment on function pgque.health() is
   'Returns one check a row: status (ok, warn or fail), detail (what was found) and advice (what to do). The settings health_* of a queue are its '
-  'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues (two a queue, see '
-  'max_locks_per_transaction), some queues are checked, chosen at random, and the check queues says so.';
+  'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues '
+  '(two a queue, see max_locks_per_transaction), the call checks some queues, chosen at random. The check queues then warns.';
 
 -- One pass over the queues for checks and figures: each takes its locks, and reads its
 -- ticks and positions, once.
@@ -15998,10 +16117,11 @@ begin
 end
 $$;
 comment on function pgque.overview(text, pgque.caller) is
-  'Returns what pgque web and pgque top show first, one row for each queue that the caller has a right to, or for one queue: paused, ev_per_sec (over the last minute), events (sent, '
-  'ever), pending_events and lag_seconds (of the consumer with the most, and the longest), retries (rejected messages, without delayed ones), dead_letters, in_flight (leased messages), consumers, bytes (only for one queue), ticker_paused, and '
-  'problems (the rows of health() that are not ok, as a JSON array). For a member of pgque_reader, a first row without a queue has those of the whole server. Figures are NULL if another '
-  'session has a table of the queue locked. Errors: PQ001 no such queue.';
+  'Returns the figures of the first page of pgque web and pgque top, one row for each queue that the caller has a right to, or for one queue. '
+  'ev_per_sec: messages a second, over the last minute. events: messages sent, ever. pending_events, lag_seconds: greatest value of a consumer. '
+  'retries: rejected messages, without delayed ones. in_flight: leased messages. bytes: only for one queue. problems: the rows of health() that are '
+  'not ok, as a JSON array. For a member of pgque_reader, a first row without a queue has the problems of the whole server. Figures are NULL if '
+  'another session has a table of the queue locked. Errors: PQ001 no such queue.';
 -- ---------------------------------------------------------------------------
 -- history: what queues and consumers did, and who changed what
 -- ---------------------------------------------------------------------------
@@ -16081,10 +16201,10 @@ begin
 end
 $$;
 comment on function pgque.list_actions(text, int, timestamptz) is
-  'Returns the changes that roles made by hand to queues, settings, positions, rights and messages, the newest first: time, the role that was '
-  'logged in, the application_name of its session, the function that was called (alter_queue also for set_queue_config), the queue, and the '
-  'arguments without payloads and keys. Changes that were rolled back are not listed. queue_name: only those of this queue, by its name at that '
-  'time. before: only older ones. set_history(''actions'', …) sets how long actions are kept. Only for the role pgque_admin.';
+  'Returns the changes that roles made by hand to queues, settings, positions, rights and messages, the newest first. role_name: the role that was '
+  'logged in. application: the application_name of its session. call: the function (alter_queue also for set_queue_config). args: the arguments, '
+  'without payloads and keys. Changes that were rolled back are not listed. queue_name: only those of this queue, by its name at that time. before: '
+  'only older ones. set_history(''actions'', …) sets how long actions are kept. Only for the role pgque_admin.';
 
 create or replace function pgque.consumer_lags(
   queue_name text, consumer_name text default null, since interval default '6 hours', caller pgque.caller default current_user,
@@ -16588,7 +16708,7 @@ begin
 end
 $$;
 
--- It chose the messages, and its caller relies on that.
+-- _chosen_sql() chose the messages, and its caller relies on that.
 create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
 language sql as $$ select pgque._overtaken() $$;
 
@@ -16890,7 +17010,7 @@ language sql immutable as $$
   select g.kind, o.name, r.name, i.name
   from (values
     ('schema', 'pgque', 'pgque_reader pgque_writer pgque_admin pgque_user', 'USAGE'),
-    ('table', 'queue consumer subscription tick retry_queue dead_letter archive config queue_right subscriber sink_epoch sink_attempt event__ tick__',
+    ('table', 'queue consumer subscription tick retry_queue dead_letter dead_letters archive config queue_right subscriber sink_epoch sink_attempt event__ tick__',
       'pgque_admin', 'SELECT'),
     ('table', 'sink sink_bulk', 'pgque_writer', 'SELECT INSERT'),
     ('table', 'sink_stage_0 sink_stage_1', 'pgque_writer', 'INSERT'),

@@ -64,7 +64,7 @@ class Calling:
                 cur.execute("select pgque.version()", prepare=False)
                 version_row = cur.fetchone()
                 found = version_row[0] if version_row else None
-        # A role that may not ask is told so by its first real call.
+        # A role without the right to call version() gets the error from its first real call.
         if callable_row is None or callable_row[0]:
             encode.check_version(found, __version__)
         _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
@@ -130,7 +130,7 @@ class Calling:
 
     @property
     def _is_direct(self) -> bool:
-        """Whether the connection is known to lead directly to the server."""
+        """Return whether the connection is known to lead directly to the server."""
         return _checked.get(self._conn, False)
 
     def _prepare(self) -> bool | None:

@@ -1,5 +1,5 @@
 # Generated from client/client.py by tools/make_sync.py: edit that file and run the script again.
-"""The client: every method is one call of one SQL function. What not every program uses is in its groups.
+"""The client: every method is one call of one SQL function. Calls that few programs need are in its groups.
 
 `twins/client.py` is generated from `client/client.py` by `tools/make_sync.py`; edit that.
 """
@@ -69,11 +69,14 @@ class PgqueClient(Calling, Flat):
         decoder: takes a message, and returns its `value`. Its errors become a PgquePayloadError, except for
             `pgque.Retry` and the other outcomes.
 
-    Values without an encoder are text, bytes, None, and JSON: dict, list, numbers; tuples and sets as lists,
-    a set in any order; dataclasses, pydantic models by alias, msgspec Structs; times and durations in ISO
-    8601; Decimal, UUID and Path as text; an Enum as its value. Keys of a dict become text. NaN and infinity
-    are a ValueError, other types a TypeError that names the place: `payload.items[3].when`. To send needs
-    neither pydantic nor msgspec.
+    Without an encoder, a payload is text, bytes, None, or a value that becomes JSON:
+
+    - dict (its keys become text), list, numbers; tuples and sets as lists, a set in any order
+    - dataclasses, pydantic models by alias, msgspec Structs
+    - times and durations in ISO 8601; Decimal, UUID and Path as text; an Enum as its value
+
+    NaN and infinity are a ValueError. Other types are a TypeError that names the place, for example
+    `payload.items[3].when`. Sending needs neither pydantic nor msgspec.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ def open_client_before(
 
 
 class Progress:
-    """Whether a session has reached the database and done some work."""
+    """The progress of a session: `made` is True once it has done some work in the database."""
 
     made = False
 

@@ -1,5 +1,5 @@
 # Generated from runtime/exchange.py by tools/make_sync.py: edit that file and run the script again.
-"""What workers and consumers ask of the database: report outcomes, receive messages, extend leases.
+"""The calls of workers and consumers: report outcomes, receive messages, extend leases.
 
 `twins/exchange.py` is generated from `runtime/exchange.py` by `tools/make_sync.py`; edit that.
 """

@@ -1,5 +1,5 @@
 # Generated from runtime/listen.py by tools/make_sync.py: edit that file and run the script again.
-"""Listening for the messages of a queue, and noticing when nothing ticks it.
+"""Listen for the messages of a queue, and notice when nothing ticks it.
 
 `twins/listen.py` is generated from `runtime/listen.py` by `tools/make_sync.py`; edit that.
 """

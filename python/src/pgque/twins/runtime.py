@@ -1,8 +1,8 @@
 # Generated from runtime/runtime.py by tools/make_sync.py: edit that file and run the script again.
-"""What runs the handlers of a Worker and of a Consumer: one loop, one way to report, one way to stop.
+"""Run the handlers of a Worker and of a Consumer: one loop, one way to report, one way to stop.
 
-The two differ in two answers: who shares the messages, which the methods of each class say that receive and
-keep a batch; and where an outcome is committed, in a call of its own or in the transaction of its handler.
+The two classes differ in how messages are shared, so each has its own methods that receive and keep a batch.
+An outcome is committed in its own call, or in the transaction of its handler.
 
 `twins/runtime.py` is generated from `runtime/runtime.py` by `tools/make_sync.py`; edit that.
 """
@@ -64,7 +64,7 @@ ErrorHook = TypeVar("ErrorHook", bound=Callable[[Message, BaseException], object
 R = TypeVar("R", bound=object)
 H = TypeVar("H", bound=Handler | TransactionalHandler)
 
-# Outcomes of a batch that is not finished are reported after so many seconds.
+# Seconds after which the outcomes of a batch that is not finished are reported.
 REPORT_INTERVAL = 1.0
 
 # Seconds beyond the time of a stop in which the server has to answer the last report.
@@ -227,7 +227,7 @@ class Runtime:
         self._catch_signals = True
         self._until_idle = False  # whether `run` ends when nothing is left to be done
         self._is_idle = False
-        self._wake_at = _NEVER  # with so many of these the session has something to do
+        self._wake_at = _NEVER  # number of finished messages with which the session has to report
 
     # -- who shares the messages ------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Runtime:
         raise NotImplementedError
 
     def _settings(self) -> dict[str, Any]:
-        """Return the arguments that a copy gets, but for those that say where it runs."""
+        """Return the arguments that a copy gets, without those that depend on where it runs."""
         return settings_of(self, self._made)
 
     def _explain(self, error: PgqueError) -> None:
@@ -274,19 +274,20 @@ class Runtime:
 
         Args:
             type: the message type.
-            retry_on: errors after which the message is redelivered, until its last attempt, as
-                `max_receive_attempts` and `max_retries` of the queue have it; it is given up after all
-                others. A handler beyond its time limit is retried. None is all errors.
+            retry_on: errors after which the message is redelivered, as long as it has attempts left
+                (`max_receive_attempts` and `max_retries` of the queue). After any other error it is given
+                up. A handler beyond its time limit is retried. None is all errors.
             dead_on: errors after which the message is given up at once, also if `retry_on` has a base class
                 of theirs.
-            backoff: seconds before the first retry, the second, and so on; the last is for all further ones,
-                and one number for all. It also counts for `Retry()`. None is `retry_after` of the worker.
+            backoff: seconds before the first retry, the second, and so on; the last one is for all further
+                retries, and a single number for all. It also counts for `Retry()`. None is `retry_after` of
+                the worker.
             timeout: seconds that the handler may run, `math.inf` for no limit; None is `handler_timeout` of
                 the worker.
 
         Raises TypeError for an object that cannot be a handler, an annotation that cannot be validated, and
-        what is no class of errors; PgqueBadArgumentError for a pause below 0 or over ten years; ValueError
-        for a timeout of 0 or below.
+        an object that is no class of errors; PgqueBadArgumentError for a pause below 0 or over ten years;
+        ValueError for a timeout of 0 or below.
         """
         return self._handlers.register(type, options=_options(retry_on, dead_on, backoff, timeout))
 
@@ -303,11 +304,11 @@ class Runtime:
         """Register the decorated function as the handler of lists of messages of a type, "*" of all types
         without one. It may ask for a `list[Message[Model]]` or a `list[Model]`.
 
-        It is called with what one receive brought, in order. If it returns, all are acknowledged; if it
-        raises, all are rejected, and handled again in ever smaller calls, so that one that fails is alone in
-        the end; only then do `retry_on` and `dead_on` give it up. It may return a `Retry`, `Dead` or
-        `Release` for all of them, or `Outcomes` of single ones. A message that does not fit the Model fails
-        by itself. With `transactional=True` what it writes is kept unless it raises or all messages are
+        It gets the messages of one receive, in order. If it returns, all are acknowledged. If it raises, all
+        are rejected, and handled again in ever smaller calls, so that a message that fails is alone in the
+        end; only then do `retry_on` and `dead_on` give it up. It may return a `Retry`, `Dead` or
+        `Release` for all of them, or `Outcomes` of single ones. Only a message that does not fit the Model
+        fails. With `transactional=True` its writes are kept unless it raises or all messages are
         redelivered. Hooks are called for each message.
 
         Args:
@@ -411,7 +412,7 @@ class Runtime:
 
     def error(self, hook: ErrorHook) -> ErrorHook:
         """Register the decorated function to be called with a message and the error that its handler, or
-        another hook, raised. An error of its own is logged."""
+        another hook, raised. An error of the hook itself is logged."""
         return self._middleware.add("error", hook)
 
     def run(self, *, until_idle: bool = False, catch_signals: bool = True) -> None:
@@ -433,12 +434,14 @@ class Runtime:
         After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
         and a second more to release messages.
 
-        Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFoundError,
-        PgqueConsumerNotFoundError, PgquePermissionDeniedError; PgqueQueueInUseError if a worker's consumer
-        reads on its own, or a subconsumer's; PgqueBadArgumentError if a consumer without workers has workers,
-        and without a handler, unless `unknown_handler_policy` is "ack". Running handlers have
-        `shutdown_timeout` seconds to finish then. Raises PgqueError while the object runs already, and after
-        it was stopped.
+        Raises a PgqueError if trying again cannot help. Running handlers have `shutdown_timeout` seconds to
+        finish then.
+
+        - PgqueVersionError, PgqueQueueNotFoundError, PgqueConsumerNotFoundError, PgquePermissionDeniedError
+        - PgqueQueueInUseError if the consumer of a worker, or of a subconsumer, reads on its own
+        - PgqueBadArgumentError if the consumer of a Consumer has workers, or if there is no handler and
+          `unknown_handler_policy` is not "ack"
+        - PgqueError while the object runs already, and after it was stopped
         """
         self._handlers.check_any(self.unknown_handler_policy)
         check_until_idle(self, until_idle)
@@ -597,7 +600,7 @@ class Runtime:
             self._forget_finished()
 
     def _connect(self, stopper: Stopper, seconds: float) -> PgqueClient:
-        """Connect; HandlerInterrupted if that takes longer than so many seconds after a stop."""
+        """Connect. Raises HandlerInterrupted if that takes longer than some seconds after a stop."""
         return open_client_before(stopper, seconds, partial(self._open, read_committed=True))
 
     def _open(self, read_committed: bool = False) -> PgqueClient:
@@ -679,7 +682,7 @@ class Runtime:
         self._liveness.note_answer()
         self._sources.note_received(source, len(received))
         self._forget_finished()
-        # Of a consumer that reads alone; a worker's own batches are never left.
+        # Only a consumer that reads alone takes up a batch of an earlier process; a worker never does.
         left = source.left.outcome(received, encode.interval(self.retry_after))
         if received:
             self._watches[source].reset()
@@ -867,7 +870,7 @@ class Runtime:
 
     @property
     def _left(self) -> str:
-        """What becomes of a handler that is left, for the log."""
+        """Return the log's words for a handler that is left."""
         return self._pool.abandoned if self._guard is None else "its process is ended"
 
     def _limit(self, message: Message) -> tuple[float, str | None]:
@@ -901,8 +904,8 @@ class Runtime:
                         self._size = min(max(self._size // 2, self.concurrency), self.prefetch)
 
     def _is_over(self, unfinished: int) -> bool:
-        """Return whether no handler runs any more. After `shutdown_timeout` the messages of those that do are
-        released."""
+        """Return whether all handlers have ended. After `shutdown_timeout` the messages of those that still
+        run are released."""
         if unfinished == 0:
             return not any(batch.has_outcomes for batch in self._batches.values()) and not self._finished
         if self._stopper.is_abandoned:

@@ -97,7 +97,7 @@ class Owner(Protocol):
         """Take note that a handler begins."""
 
     def _is_ending(self, running: Running) -> bool:
-        """Return whether the outcome of an item that runs does not count any more."""
+        """Return whether the outcome of an item that runs no longer counts."""
 
     def _claim(self, running: Running) -> bool:
         """Return whether the outcome of an item counts; from then on it does."""
@@ -273,7 +273,7 @@ class Transactions:
                     returned = owner._called(handler, running.messages, conn)
                     outcomes = owner._outcomes(handler, running.messages, returned)
                 finally:
-                    # The next statement would wait for ever, also the rollback to the savepoint.
+                    # On a busy connection no statement would end, not even the rollback to the savepoint.
                     is_busy = _is_busy(conn)
                     if is_busy:
                         conn.close()
@@ -283,7 +283,7 @@ class Transactions:
                 if has_failed and any(outcome.is_success for outcome in outcomes.values()):
                     raise RuntimeError(_TRANSACTION_FAILED)
                 if has_failed or all(outcome.redelivers for outcome in outcomes.values()):
-                    # What the handler wrote would be written again by the next attempt.
+                    # The next attempt would repeat the writes of the handler, so they are undone.
                     raise psycopg.Rollback(savepoint)
                 conn.execute(check.encode(), prepare=False)
         return outcomes
@@ -291,8 +291,8 @@ class Transactions:
     def _raise_if_undone(
         self, client: PgqueClient, running: Running, error: BaseException
     ) -> None:
-        """Raise what undoes the whole transaction, where that and not the handler is at fault, or where the
-        handler has ended it."""
+        """Raise an error that undoes the whole transaction if that is at fault and not the handler,
+        or if the handler has ended it."""
         item, messages = running.item, running.messages
         if client.conn.broken:
             self._log(
@@ -300,8 +300,9 @@ class Transactions:
             )
             raise self._redo(item, messages, _LOST) from error
         if client.conn.info.transaction_status is not TransactionStatus.INTRANS:
-            # What other handlers wrote in the transaction cannot be acknowledged with it. A connection that
-            # the handler closed, as `with conn` does, is not broken.
+            # The handler has ended the transaction, so messages of other handlers can no longer be
+            # acknowledged with their writes. A connection that the handler closed, as `with conn` does, is
+            # not broken.
             client.conn.close()
             again = running.others()
             log.warning(
@@ -318,8 +319,8 @@ class Transactions:
             raise _Redo({}, [item]) from error
 
     def _redo(self, item: Item, messages: Sequence[Message], reason: str) -> _Redo:
-        """Return what follows a transaction that was lost, perhaps through the handler of some messages: all
-        are handled again, each call in a transaction of its own. One that loses that as well is rejected."""
+        """Return the next step after a transaction was lost, perhaps through the handler of some messages:
+        all are handled again, each call in its own transaction. A call that loses it, too, is rejected."""
         calls = item.calls()
         if len(calls) == 1:
             messages = item.messages

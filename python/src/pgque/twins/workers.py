@@ -155,7 +155,7 @@ class WorkQueue:
         self._listening: PgqueClient | None = None
         self._notified = False
         self._stopper = Stopper()
-        # Of the connection: a loop that was left by `break` is closed by asyncio, in a task of its own.
+        # Guards the connection, because asyncio closes a loop that was left by `break` in another task.
         self._lock = Lock()
         self._deliveries: set[_Delivery] = set()  # of the loops that stand at a message
         self._reports_alone = False  # after a lost connection, for the reason that Worker._begin has
@@ -408,8 +408,8 @@ class Worker(Runtime):
     No transaction is open while a handler runs. A message may be delivered twice.
 
     With `transactional=True`, a handler gets the message and a connection, and its writes through that
-    connection are committed together with the outcome: exactly once. What it wrote is kept if it returns a
-    success or `Dead`. It is rolled back if the handler raises, also an outcome, and if the message is
+    connection are committed together with the outcome: exactly once. The writes are kept if it returns a
+    success or `Dead`. They are rolled back if the handler raises, also an outcome, and if the message is
     redelivered. If such a handler catches an error of the database and goes on, it needs a savepoint around
     the statement: `conn.transaction()`; otherwise the message has failed. Up to `concurrency` connections
     are opened for handlers. While batches are large, some messages share a transaction, each in a savepoint;
