@@ -221,7 +221,7 @@ comment on column pgque.queue.queue_visibility_timeout is
 comment on column pgque.queue.queue_max_receive_attempts is
   'How often a message is delivered to workers before it is given up; expired leases count too. Unit: deliveries.';
 comment on column pgque.queue.queue_drop_policy is
-  'What happens to a message that is given up. dead_letter: it becomes a dead letter, which the ticker forwards to dead_letter_queue. hold: it becomes a dead letter '
+  'Outcome of a message that is given up. dead_letter: it becomes a dead letter, which the ticker forwards to dead_letter_queue. hold: it becomes a dead letter '
   'that dlq_purge() and delete_expired() do not delete. drop: it is deleted, and metrics() counts it.';
 comment on column pgque.queue.queue_dead_letter_queue is
   'Name of the queue that the ticker forwards dead letters to, under drop_policy dead_letter; none: they stay. While that queue is full or paused, '
@@ -467,7 +467,7 @@ create table if not exists pgque.settled (
   set_what   pgque.settled_what not null,
   set_sub    int   -- rows of a dump of 0.8 have it (see earlier.sql)
 ) partition by list (leaf);
-comment on table pgque.settled is 'What became of batches and their messages. Internal.';
+comment on table pgque.settled is 'Outcomes of batches and their messages. Internal.';
 
 -- Places of the rows of a big window: a cache, see pgque._map_window.
 create table if not exists pgque.window_map (

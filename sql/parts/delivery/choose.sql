@@ -2,7 +2,7 @@
 -- choose: which messages of a slice, and of the retry queue, are delivered
 -- ---------------------------------------------------------------------------
 
--- Returns whether a message of a window that is open may have to be left out or put aside.
+-- Returns whether a message of a window that is open may have to be left out or kept for later.
 -- If one has a key or a ttl, or was cancelled, then its transaction, or an earlier one, has
 -- noted that.
 create or replace function pgque._must_choose(p_sub pgque.subscriber, p_pos pgque.position) returns boolean

@@ -51,7 +51,7 @@ declare
 begin
   select s.sub_role into v_role from pgque.subscriber s where s.sub_id = p_sub for no key update;
   if not found then
-    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'Subscribe the consumer again. It was unsubscribed while this call waited.');
+    perform pgque._fail('PQ011', 'not subscriber to queue: the consumer was unsubscribed while this call waited', 'Subscribe the consumer again.');
   end if;
   return v_role;
 end

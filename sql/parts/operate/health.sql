@@ -126,7 +126,7 @@ language sql volatile as $$
 $$;
 
 -- Checks how many transaction ids are left before PostgreSQL refuses new ones (54000), so
--- that nothing can be sent or delivered any more.  The same limit exists for ids of
+-- that no message can be sent or delivered.  The same limit exists for ids of
 -- multixacts, which row locks use.  The check needs no id itself, so it also runs then.
 create or replace function pgque._health_ids(out status text, out detail text, out advice text)
 language plpgsql as $$
@@ -482,7 +482,7 @@ begin
       case when p_lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.alter_queue(%L, ''{"retention_period": "%s"}'').',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
       case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
-        else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', p_latest, p_queue.queue_name)
+        else format('Start consumer %1$s. Only if its messages are no longer needed, discard them with pgque.unsubscribe(%2$L, %1$L).', p_latest, p_queue.queue_name)
       end,
       case when p_lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
   end if;

@@ -260,7 +260,7 @@ comment on function pgque.confirm_restore() is
 -- readers and workers of the queue repair it too, and hold some of these locks.
 -- A worker that has its consumer's row may wait for the tables, so that this call waits
 -- for rows only briefly, and _execute_insistently() releases the tables.  Raises PQ099 if there is
--- nothing to repair any more, so that no lock stays.
+-- nothing left to repair, so that no lock stays.
 create or replace function pgque._lock_restored(p_queue_id int) returns void
 language plpgsql as $$
 begin

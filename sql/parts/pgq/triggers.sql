@@ -14,7 +14,7 @@
 -- All of this runs with the rights of the role that changes the table, because
 -- to_jsonb() runs casts that a table's owner may have created.  So roles that change
 -- the table need the role pgque_writer, or the right to produce to the queue.  A role
--- without either cannot call a function that says so: the trigger functions do.
+-- without either cannot call this function, so the trigger functions raise the error.
 --
 -- Rows that a dump loads are no changes: nothing is sent for them while the queue is
 -- being restored (_is_old_change).

@@ -205,7 +205,7 @@ declare
 begin
   select s.* into v_of from pgque.subscriber s where s.sub_id = p_sub.sub_history;
   if not found then
-    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue any more: the consumer whose archive consumer %s reads', pgque._subscriber_name(p_sub)),
+    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: the consumer whose archive consumer %s reads was unsubscribed', pgque._subscriber_name(p_sub)),
       'Its pending retries are lost. select * from pgque.archive_list(queue) lists what is there.');
   end if;
   return v_of;

@@ -328,8 +328,8 @@ def line_width() -> int | None:
 def _widths(cells: Sequence[Sequence[str]], width: int | None, least: int) -> list[int]:
     """Return a width for each of the first columns: as many as fit, but `least`. A column has its head first.
 
-    A column with more than MIN_TEXT_WIDTH characters may be folded, but not below that. What is left over
-    goes to those that want more.
+    A column with more than MIN_TEXT_WIDTH characters may be folded, but not below that. The rest of the
+    width goes to columns that need more.
     """
     wanted = [max(map(cell_len, column)) for column in cells]
     if width is None:

@@ -1,7 +1,7 @@
 """Keep the connection of a task for the next task in the same of Spark's worker processes.
 
 To connect costs more than to read a small window, because the server starts a process, checks the password
-and compiles its functions. What a task sets ends with its transaction, so the next task finds a session as
+and compiles its functions. A setting of a task ends with its transaction, so the next task finds a session as
 good as new. An idle connection ends with its worker: Spark stops the workers of an executor that had no task
 for a minute.
 """

@@ -48,7 +48,7 @@ class Spread:
     """Choose a server for each row: by the hash of its key, or each in turn.
 
     The hash is CRC-32 of the key in UTF-8, of the payload where a row has no key, modulo the number of
-    servers: the same everywhere, for ever. Spark has it as crc32().
+    servers: the same everywhere and at any time. Spark has it as crc32().
     """
 
     def __init__(self, servers: Sequence[str | None], columns: Mapping[str, str], how: str) -> None:

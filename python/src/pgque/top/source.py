@@ -127,7 +127,7 @@ class Source:
     ) -> int:
         """Requeue the oldest dead letters of a queue, at most `count`, and return how many were.
 
-        `reason` is one of `reasons`; None stands for all. `progress` is told after each statement.
+        `reason` is one of `reasons`; None stands for all. `progress` is called after each statement.
         """
         done = 0
         while done < count:

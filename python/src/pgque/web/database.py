@@ -316,7 +316,7 @@ class Connections:
     def __init__(self, lender: Lender, conninfo: str, user: str, statement_timeout: int) -> None:
         self.user = user
         self.closed = False
-        self.over = False  # the server does not let the role in any more
+        self.over = False  # the server no longer lets the role in
         self._lender = lender
         self._conninfo = conninfo
         self._timeout = statement_timeout

@@ -244,7 +244,7 @@ class Page:
     ) -> list[Row] | None:
         """Return the rows of a query that may read very much, or None if it was stopped for that.
 
-        What the searches of one page take is counted together. `most`: milliseconds for this one.
+        The times of all searches of a page add up. `most`: milliseconds for this one.
         """
         began = time.monotonic()
         milliseconds = max(min(self.search_time - self._searched, most or self.search_time), 50)
