@@ -644,7 +644,7 @@ comment on column pgque.queue.queue_visibility_timeout is
 comment on column pgque.queue.queue_max_receive_attempts is
   'How often a message is delivered to workers before it is given up; expired leases count too. Unit: deliveries.';
 comment on column pgque.queue.queue_drop_policy is
-  'What happens to a message that is given up. dead_letter: it becomes a dead letter, which the ticker forwards to dead_letter_queue. hold: it becomes a dead letter '
+  'Outcome of a message that is given up. dead_letter: it becomes a dead letter, which the ticker forwards to dead_letter_queue. hold: it becomes a dead letter '
   'that dlq_purge() and delete_expired() do not delete. drop: it is deleted, and metrics() counts it.';
 comment on column pgque.queue.queue_dead_letter_queue is
   'Name of the queue that the ticker forwards dead letters to, under drop_policy dead_letter; none: they stay. While that queue is full or paused, '
@@ -890,7 +890,7 @@ create table if not exists pgque.settled (
   set_what   pgque.settled_what not null,
   set_sub    int   -- rows of a dump of 0.8 have it (see earlier.sql)
 ) partition by list (leaf);
-comment on table pgque.settled is 'What became of batches and their messages. Internal.';
+comment on table pgque.settled is 'Outcomes of batches and their messages. Internal.';
 
 -- Places of the rows of a big window: a cache, see pgque._map_window.
 create table if not exists pgque.window_map (
@@ -4616,7 +4616,7 @@ declare
 begin
   select s.sub_role into v_role from pgque.subscriber s where s.sub_id = p_sub for no key update;
   if not found then
-    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'Subscribe the consumer again. It was unsubscribed while this call waited.');
+    perform pgque._fail('PQ011', 'not subscriber to queue: the consumer was unsubscribed while this call waited', 'Subscribe the consumer again.');
   end if;
   return v_role;
 end
@@ -5597,7 +5597,7 @@ $$;
 -- choose: which messages of a slice, and of the retry queue, are delivered
 -- ---------------------------------------------------------------------------
 
--- Returns whether a message of a window that is open may have to be left out or put aside.
+-- Returns whether a message of a window that is open may have to be left out or kept for later.
 -- If one has a key or a ttl, or was cancelled, then its transaction, or an earlier one, has
 -- noted that.
 create or replace function pgque._must_choose(p_sub pgque.subscriber, p_pos pgque.position) returns boolean
@@ -10546,7 +10546,7 @@ comment on function pgque.next_batch(text, text, text, interval) is
 -- All of this runs with the rights of the role that changes the table, because
 -- to_jsonb() runs casts that a table's owner may have created.  So roles that change
 -- the table need the role pgque_writer, or the right to produce to the queue.  A role
--- without either cannot call a function that says so: the trigger functions do.
+-- without either cannot call this function, so the trigger functions raise the error.
 --
 -- Rows that a dump loads are no changes: nothing is sent for them while the queue is
 -- being restored (_is_old_change).
@@ -12060,7 +12060,7 @@ declare
 begin
   select s.* into v_of from pgque.subscriber s where s.sub_id = p_sub.sub_history;
   if not found then
-    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue any more: the consumer whose archive consumer %s reads', pgque._subscriber_name(p_sub)),
+    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: the consumer whose archive consumer %s reads was unsubscribed', pgque._subscriber_name(p_sub)),
       'Its pending retries are lost. select * from pgque.archive_list(queue) lists what is there.');
   end if;
   return v_of;
@@ -12461,7 +12461,7 @@ comment on function pgque.confirm_restore() is
 -- readers and workers of the queue repair it too, and hold some of these locks.
 -- A worker that has its consumer's row may wait for the tables, so that this call waits
 -- for rows only briefly, and _execute_insistently() releases the tables.  Raises PQ099 if there is
--- nothing to repair any more, so that no lock stays.
+-- nothing left to repair, so that no lock stays.
 create or replace function pgque._lock_restored(p_queue_id int) returns void
 language plpgsql as $$
 begin
@@ -15289,7 +15289,7 @@ language sql volatile as $$
 $$;
 
 -- Checks how many transaction ids are left before PostgreSQL refuses new ones (54000), so
--- that nothing can be sent or delivered any more.  The same limit exists for ids of
+-- that no message can be sent or delivered.  The same limit exists for ids of
 -- multixacts, which row locks use.  The check needs no id itself, so it also runs then.
 create or replace function pgque._health_ids(out status text, out detail text, out advice text)
 language plpgsql as $$
@@ -15645,7 +15645,7 @@ begin
       case when p_lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.alter_queue(%L, ''{"retention_period": "%s"}'').',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
       case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
-        else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', p_latest, p_queue.queue_name)
+        else format('Start consumer %1$s. Only if its messages are no longer needed, discard them with pgque.unsubscribe(%2$L, %1$L).', p_latest, p_queue.queue_name)
       end,
       case when p_lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
   end if;
