@@ -339,7 +339,7 @@ PAYLOADS = [
 
 
 @pytest.mark.parametrize("standard", ["on", "off"])
-def test_hostile_text_comes_back_as_it_was_sent(own: Connection, standard: str) -> None:
+def test_hostile_text_is_received_as_it_was_sent(own: Connection, standard: str) -> None:
     own.execute(CANARY.format(schema="evil", owner=literal(value(own, "select current_user"))).encode())
     own.execute(f"set standard_conforming_strings = {standard}; set escape_string_warning = off".encode())
     for payload in PAYLOADS:

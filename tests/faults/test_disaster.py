@@ -306,7 +306,7 @@ def unacknowledged(conn: Connection, busy: Busy) -> set[int]:
     return {msg_id for msg_id, _ in every} - set(busy.sent)
 
 
-def test_what_the_standby_had_not_got_is_undone_and_its_batches_belong_to_nobody(pair: Pair) -> None:
+def test_commits_that_the_standby_lacked_are_undone_and_their_batches_belong_to_nobody(pair: Pair) -> None:
     conn = pair.connect(pair.primary.dsn)
     sent = offer(conn, "q", 2500)  # more than a batch: there are a window map and a roster
     done = receive(conn, "q", "plain", 10)

@@ -138,7 +138,7 @@ def restored(dumps: Dumps, target: embedded.Server, name: str) -> Connection:
     return psycopg.connect(dsn, autocommit=True)
 
 
-def test_consumers_of_an_extension_get_what_they_lacked_after_a_restore(
+def test_consumers_of_an_extension_receive_unfinished_messages_after_a_restore(
     dumps: Dumps, target: embedded.Server
 ) -> None:
     with restored(dumps, target, "alone") as conn:

@@ -55,7 +55,9 @@ def until_all_are_done(crowd: Connection, call: str) -> list[int]:
     return counts
 
 
-def test_ticker_serves_what_there_is_room_for_and_the_next_calls_the_others(crowd: Connection) -> None:
+def test_a_ticker_call_serves_as_many_queues_as_locks_allow_and_the_next_calls_the_others(
+    crowd: Connection,
+) -> None:
     everywhere(crowd, "select pgque.send(%s, 'hello')")
     counts = until_all_are_done(crowd, "select pgque.ticker()")
     assert max(counts) < QUEUES / 4
@@ -69,7 +71,9 @@ def test_a_ticker_of_all_queues_leaves_locks_for_others(crowd: Connection, crowd
         assert number(other, "select count(*) from pgque.metrics() m where m.queue is not null") > QUEUES
 
 
-def test_maintenance_rotates_what_there_is_room_for_and_the_next_calls_the_others(crowd: Connection) -> None:
+def test_a_maintenance_call_rotates_as_many_queues_as_locks_allow_and_the_next_calls_the_others(
+    crowd: Connection,
+) -> None:
     everywhere(crowd, "select pgque.send(%s, 'hello')")
     until_all_are_done(crowd, "select pgque.ticker()")
     crowd.execute("update pgque.queue set queue_switch_time = queue_switch_time - interval '1 year'")

@@ -182,7 +182,7 @@ def check_held(conn: Connection, left: Left) -> Left:
     return replace(left, lacking=[i for i in left.lacking if i not in left.held])
 
 
-def test_a_pool_gets_what_it_lacked_each_message_once(dump: Dump, restored: Connection) -> None:
+def test_a_pool_receives_each_unfinished_message_once(dump: Dump, restored: Connection) -> None:
     check(restored, dump)
 
 

@@ -43,7 +43,7 @@ def running(due: Connection, own_dsn: str, transaction: Connect) -> Connection:
     return other
 
 
-def test_a_second_ticker_neither_waits_nor_sends_what_the_first_one_has(
+def test_a_second_ticker_neither_waits_nor_sends_the_runs_that_the_first_one_has_locked(
     due: Connection, running: Connection
 ) -> None:
     due.execute("set statement_timeout = '5s'")

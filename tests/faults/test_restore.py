@@ -313,7 +313,7 @@ def test_health_reports_that_a_queue_was_restored(dump: Dump, restored: Connecti
 
 
 @pytest.mark.parametrize("first", FIRST_CALLS)
-def test_every_consumer_gets_what_it_lacked_whatever_is_called_first(
+def test_every_consumer_receives_unfinished_messages_whatever_is_called_first(
     dump: Dump, restored: Connection, first: str
 ) -> None:
     FIRST_CALLS[first](restored)

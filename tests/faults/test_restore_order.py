@@ -109,7 +109,7 @@ def health(conn: Connection) -> list[tuple[str, str | None, str]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_consumer_gets_what_it_lacked_however_the_dump_is_loaded_while_a_ticker_runs(
+def test_every_consumer_receives_unfinished_messages_however_the_dump_is_loaded_while_a_ticker_runs(
     dumps: Dumps, kind: str, way: str
 ) -> None:
     # Each of these stores a row whose number the dump has too. check() removes the consumer.

@@ -106,7 +106,7 @@ def connect(upgraded: Upgraded, name: str) -> Connection:
     return psycopg.connect(upgraded.server.dsn_for(name), autocommit=True)
 
 
-def test_consumers_get_what_they_lacked_from_the_new_version(upgraded: Upgraded, how: str) -> None:
+def test_consumers_receive_unfinished_messages_from_the_new_version(upgraded: Upgraded, how: str) -> None:
     with connect(upgraded, f"alone_{how}") as conn:
         assert int(value(conn, "select pg_current_xact_id()::text")) > upgraded.xid
         # Nothing is rebuilt: the log and the open batches are the old ones.
@@ -115,7 +115,9 @@ def test_consumers_get_what_they_lacked_from_the_new_version(upgraded: Upgraded,
         test_restore.check(conn, upgraded.alone[how])
 
 
-def test_a_pool_gets_what_it_lacked_and_leases_hold_in_the_new_version(upgraded: Upgraded, how: str) -> None:
+def test_a_pool_receives_unfinished_messages_and_leases_hold_in_the_new_version(
+    upgraded: Upgraded, how: str
+) -> None:
     left = upgraded.pool[how]
     with connect(upgraded, f"pool_{how}") as conn:
         if how == "file":

@@ -211,7 +211,7 @@ def test_two_sessions_that_give_up_from_both_queues_in_opposite_orders_do_not_bl
 
 
 @pytest.mark.parametrize("how", ["nack", "used up"])
-def test_many_sessions_give_up_messages_while_two_tickers_forward_them_and_the_grave_rotates(
+def test_each_dead_letter_is_forwarded_once_by_two_tickers_while_the_target_queue_rotates(
     graves: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],

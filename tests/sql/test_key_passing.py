@@ -127,7 +127,7 @@ def test_a_sender_with_a_snapshot_older_than_a_move_is_refused(
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("how", ["receive", "get_batch_events", "get_batch_cursor", "finish_batch"])
-def test_a_whole_window_leaves_out_what_is_being_replaced(
+def test_a_whole_window_leaves_out_a_message_that_is_being_replaced(
     pool: Connection, own_dsn: str, transaction: Transaction, how: str, rotated: bool, end: str
 ) -> None:
     sender = transaction(dsn=own_dsn)

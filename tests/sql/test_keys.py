@@ -343,7 +343,7 @@ def pending(conn: Connection, queue: str) -> int:
     return sent
 
 
-def test_a_purge_waits_for_who_replaces_a_body_and_what_is_committed_after_it_is_delivered(
+def test_a_purge_waits_for_a_sender_that_replaces_a_body_and_a_later_body_is_delivered(
     pool: Connection,
     own_dsn: str,
     transaction: Callable[..., Connection],

@@ -62,7 +62,7 @@ def test_a_message_whose_lease_expired_and_that_nobody_received_can_be_nacked_de
     )
 
 
-def test_a_batch_that_was_taken_over_is_dead_for_every_call(pool: Connection) -> None:
+def test_every_call_with_a_batch_that_another_worker_took_over_is_refused(pool: Connection) -> None:
     offer(pool, "q", 2)
     lost = take(pool, "q", "w1")
     old = lost[0].batch_id
@@ -188,7 +188,7 @@ def test_a_worker_that_receives_some_expired_messages_blocks_no_outcome_of_the_o
     assert set(dead_letters(pool, "q")) == set(sent[2:])
 
 
-def test_a_message_that_kills_its_worker_dies_without_those_that_were_delivered_beside_it(
+def test_a_message_that_kills_its_worker_is_given_up_without_the_others_of_its_batch(
     pool: Connection,
 ) -> None:
     configure(pool, "q", max_receive_attempts=3)

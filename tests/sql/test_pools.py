@@ -126,7 +126,7 @@ def test_a_worker_needs_a_known_queue_and_consumer(conn: Connection, subscribed:
 
 
 @pytest.mark.parametrize("worker", ["w1", "w2"])
-def test_what_a_silent_worker_held_comes_back_to_any_worker_after_30_seconds(
+def test_messages_of_a_silent_worker_are_redelivered_to_any_worker_after_30_seconds(
     pool: Connection, worker: str
 ) -> None:
     sent = offer(pool, "q", 3)

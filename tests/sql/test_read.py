@@ -327,7 +327,7 @@ def test_a_tick_is_stored_no_longer_than_the_messages_behind_it(
     assert len(window(conn, queue, after, last)) == 1
 
 
-def test_a_window_is_the_same_for_ever(conn: Connection, history: Callable[[int], History]) -> None:
+def test_a_window_never_changes(conn: Connection, history: Callable[[int], History]) -> None:
     past = history(99)
     past.go_on(40)
     forced_tick(conn, past.queue)

@@ -37,7 +37,7 @@ def queue_c(conn: Connection, queue: str) -> str:
     return queue
 
 
-def test_workers_get_what_a_consumer_on_its_own_had_open_waiting_and_before_it(
+def test_workers_receive_messages_that_a_consumer_on_its_own_had_open_in_retry_or_pending(
     conn: Connection, queue_c: str
 ) -> None:
     sent = offer(conn, queue_c, 6)
@@ -53,7 +53,7 @@ def test_workers_get_what_a_consumer_on_its_own_had_open_waiting_and_before_it(
     assert [(m.msg_id, m.retry_count) for m in take(conn, queue_c)] == [(sent[0], 1)]
 
 
-def test_a_consumer_on_its_own_gets_what_workers_had_leased_waiting_and_before_them(
+def test_a_consumer_on_its_own_receives_messages_that_were_leased_in_retry_or_pending(
     conn: Connection, queue_c: str
 ) -> None:
     sent = offer(conn, queue_c, 9)

@@ -105,7 +105,7 @@ def test_a_sent_message_is_ticked_at_the_next_check(quiet: Connection, loop: Loo
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
-def test_a_commit_that_comes_late_is_ticked_though_no_id_is_taken_any_more(
+def test_a_late_commit_is_ticked_although_no_transaction_id_follows_it(
     quiet: Connection, loop: Loop, transaction: Callable[..., Connection], isolation: str
 ) -> None:
     writer = transaction(isolation, quiet.info.dsn)
@@ -198,7 +198,7 @@ def test_another_queue_is_left_alone_while_one_has_an_open_writer(
 
 
 @pytest.mark.parametrize("how", ["retry", "delay"])
-def test_what_another_session_puts_into_the_log_again_is_ticked(
+def test_messages_that_another_session_reinserts_into_the_log_are_ticked(
     quiet: Connection, loop: Loop, transaction: Callable[..., Connection], how: str
 ) -> None:
     if how == "delay":
