@@ -102,7 +102,7 @@ def redis() -> Iterator[tuple[str, int, str]]:
 
 
 def wait_for(file: Path, lines: int) -> None:
-    """Wait until so many tasks ran."""
+    """Wait until this many tasks have run."""
     deadline = time.monotonic() + 600
     while not file.exists() or file.read_bytes().count(b"\n") < lines:
         if time.monotonic() > deadline:
