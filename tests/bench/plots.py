@@ -175,19 +175,28 @@ def held_xmin(result: Result, file: Path) -> None:
         # The last second is not a whole one
         rate.plot([n + 0.5 for n in range(len(line) - 1)], line[:-1], color=colour, lw=1.8)
         dead.plot(series[f"{name}: second"], series[f"{name}: dead"], color=colour, lw=1.8)
-    rate.set(title="messages a second out of a backlog\n(higher is better)", yscale="symlog")
-    dead.set(title="dead rows that vacuum cannot remove\n(lower is better)", yscale="symlog")
+    rate.set_title("messages a second out of a backlog\n(higher is better)", pad=20)
+    dead.set_title("dead rows that vacuum cannot remove\n(lower is better)", pad=20)
     released = next((line[0] for key, line in series.items() if key.endswith(": released")), None)
     for axis in (rate, dead):
-        axis.set(xlabel="seconds")
+        axis.set(xlabel="seconds", yscale="symlog")
         axis.set_ylim(bottom=0)
         if released is not None:
             axis.axvspan(0, released, color=GREY, alpha=0.12, lw=0)
-            for at, align, words in (
-                (released, "right", "a transaction of another session is open "),
-                (released, "left", " it has ended"),
+            for align, offset, words in (
+                ("right", -4, "a transaction of another session is open"),
+                ("left", 4, "it has ended"),
             ):
-                axis.annotate(words, (at, axis.get_ylim()[1]), va="bottom", ha=align, color=GREY, fontsize=9)
+                axis.annotate(
+                    words,
+                    (released, axis.get_ylim()[1]),
+                    xytext=(offset, 2),
+                    textcoords="offset points",
+                    va="bottom",
+                    ha=align,
+                    color=GREY,
+                    fontsize=9,
+                )
         axis.yaxis.set_major_formatter(THOUSANDS)
     _legend(figure, list(TITLES))
     _finish(figure, file, result)

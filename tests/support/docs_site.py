@@ -117,12 +117,12 @@ def index(root: Path) -> Iterator[str]:
     for line in page.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             yield f"\n{line}\n"
-        elif line.startswith("| ["):
-            links, about = line.strip("| ").split(" | ", 1)
+        elif line.startswith("- ["):
+            links, _, about = line.removeprefix("- ").partition(": ")
             about = LINK.sub(r"\1", about)
             for title, target in LINK.findall(links):
                 path = (page.parent / target).resolve().relative_to(root.resolve())
-                yield f"- [{title}]({path}): {about}"
+                yield f"- [{title}]({path})" + (f": {about}" if about else "")
     yield "\n## References, from docstrings and --help\n"
     for path, text in references():
         title = text.splitlines()[0].removeprefix("# ")
@@ -148,7 +148,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     ]
     if lacking:
         raise PluginError(
-            f"llms.txt lacks pages, as {INDEX} has no row that begins with a link to them: {lacking}"
+            f"llms.txt lacks pages, as {INDEX} has no item that begins with a link to them: {lacking}"
         )
     pages = [
         page
