@@ -51,7 +51,8 @@ do $$
 declare
   v_foreign  text;
   v_hint     text;
-  v_before   int[];
+  v_before   int[];   -- the installed version
+  v_this     int[];
   v_local    bool;
   v_role     text;
   v_version  text := '1.0.0-rc1';   -- what pgque.version() below returns
@@ -122,7 +123,9 @@ begin
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
     perform pg_catalog.set_config('pgque.version_before', pgque.version(), v_local);
-    v_before := string_to_array(substring(pgque.version() from '^[0-9.]+'), '.');
+    -- A release candidate is older than its release, which has no number there.
+    v_before := string_to_array(substring(pgque.version() from '^[0-9.]+'), '.')::int[] || coalesce(substring(pgque.version() from '-rc([0-9]+)$')::int, 1000);
+    v_this := string_to_array(substring(v_version from '^[0-9.]+'), '.')::int[] || coalesce(substring(v_version from '-rc([0-9]+)$')::int, 1000);
     if v_before < '{0,7,0}' then
       raise exception using
         errcode = 'feature_not_supported',
@@ -131,7 +134,7 @@ begin
         hint = 'Install 0.8.0 first, which upgrades from 0.4.3 or later: pgque install --version 0.8.0; or with psql, the file that '
           'pgque install --version 0.8.0 --dump-sql prints. Then install this version again.';
     end if;
-    if v_before > string_to_array(substring(v_version from '^[0-9.]+'), '.')::int[] then
+    if v_before > v_this then
       raise exception using
         errcode = 'feature_not_supported',
         message = format('this database has pgque %s, which is newer than %s of this file', pgque.version(), v_version),
@@ -2856,8 +2859,8 @@ do $$
 declare
   v_comment  text[];
   v_options  constant text :=
-    'headers: a JSON object that travels with the message. key: if a message with this key is pending (delivered to no consumer yet), its body and '
-    'headers are replaced, and its id is returned. delay (from now) or deliver_at: the message is not delivered earlier. ttl: the message is not '
+    'headers: a JSON object that travels with the message. key: if a message with this key is pending (delivered to no consumer yet), its type, body, '
+    'headers and expiry become those of this call, its time stays, and its id is returned. delay (from now) or deliver_at: the message is not delivered earlier. ttl: the message is not '
     'delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay and ttl are at most 100 years. partition_key: kept '
     'in extra1; for a message without key, it is also the key that key_concurrency counts. Errors: PQ001 no such queue; PQ003 the queue is full; '
     'PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a change to the key.';
@@ -4761,7 +4764,8 @@ comment on function pgque.subscribe(text, text, text, boolean, int, pgque.caller
   'keyed_order: workers get the messages of one key (partition_key for messages without key) one at a time, in order. key_concurrency: workers get '
   'at most this many messages of one key at a time; 1 is keyed_order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, '
   'and the queue has max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at, or key_concurrency is below '
-  '1, or above 1 with keyed_order; PQ006 the consumer is subscribed with another key_concurrency.';
+  '1, or above 1 with keyed_order; PQ006 the consumer is subscribed with another key_concurrency; 25000 the role has a right to this '
+  'queue only, and the transaction is not READ COMMITTED.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
@@ -6280,7 +6284,7 @@ comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.cal
   'Rejects one message of an open batch and returns 1, also when repeated. The message is redelivered to this consumer after retry_after (NULL: the '
   'queue''s retry_backoff), or becomes a dead letter once the queue''s max_retries are used up. The rest of the batch stays open: acknowledge it when '
   'done. Of msg only msg_id counts. For a worker''s batch whose lease expired, the call waits for a transaction that may be taking the message over. '
-  'Errors: PQ005 retry_after is negative; PQ007 the message is not in this batch; PQ012 the batch is not open.';
+  'Errors: PQ005 retry_after is negative or above 100 years; PQ007 the message is not in this batch; PQ012 the batch is not open.';
 
 create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
 returns setof pgque.outcome
@@ -6996,9 +7000,9 @@ comment on column pgque.dead_letters.payload is 'The text or JSON that was sent.
 comment on column pgque.dead_letters.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
 comment on column pgque.dead_letters.headers is 'Metadata that the sender gave: a JSON object.';
 comment on column pgque.dead_letters.key is 'Key that the sender gave; NULL if none.';
-comment on column pgque.dead_letters.reason is 'Why the message was given up: the reason of the last nack().';
+comment on column pgque.dead_letters.reason is 'Why the message was given up: the reason of the last nack(), or that of pgque, such as retention period passed.';
 comment on column pgque.dead_letters.receive_count is 'How often the message was delivered; for a consumer on its own, how often it failed.';
-comment on column pgque.dead_letters.retry_count is 'How often the message was rejected.';
+comment on column pgque.dead_letters.retry_count is 'How often the message was redelivered after it was rejected.';
 comment on column pgque.dead_letters.created_at is 'When the message was sent.';
 comment on column pgque.dead_letters.dead_at is 'When the message became a dead letter.';
 comment on column pgque.dead_letters.expires_at is 'When the message expires; NULL: never.';
@@ -7091,8 +7095,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_replay(bigint, pgque.caller) is
-  'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ008 no such dead '
-  'letter; PQ013 the queue is paused.';
+  'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ003 the queue is full; PQ008 no '
+  'such dead letter; PQ013 the queue is paused.';
 
 create or replace function pgque.dlq_replay_all(
   queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user,
@@ -8747,8 +8751,8 @@ begin
 end
 $$;
 comment on function pgque.archive_replay(bigint, pgque.caller) is
-  'Sends an archived message as a new one to every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in the '
-  'archive.';
+  'Sends an archived message as a new one to every consumer, and returns the new id. The archived message stays. Errors: PQ003 the queue is '
+  'full; PQ010 it is not in the archive; PQ013 the queue is paused.';
 
 create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
@@ -9549,7 +9553,8 @@ declare
     'ttl and partition_key are options of send(). Each message has the header pgque-recurring with name and run_at. At each run the role that made '
     'this call needs the right to send to the queue. A call that does not change cron, timezone, starts_at and ends_at keeps the next run; a paused '
     'message stays paused. Errors: PQ001 no such queue; PQ003 the queue has 100 recurring messages, and the role has a right to this queue only; '
-    'PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name belongs to another role.';
+    'PQ004 invalid name; PQ005 invalid schedule or option; 25000 the role has a right to this queue only, and the '
+    'transaction is not READ COMMITTED; 42501 the name belongs to another role.';
 begin
   foreach v_comment slice 1 in array array[
     ['text', 'Creates a recurring message whose payload is a text, or changes the one of this name. '],
@@ -9931,7 +9936,8 @@ comment on function pgque.unregister_consumer(text, text) is
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
-comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(): acknowledges a batch and returns 1, or 0 if it was acknowledged before.';
+comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(): acknowledges a batch and returns 1, or 0 if it was acknowledged before or '
+  'another worker has received one of its messages.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

@@ -598,12 +598,12 @@ def test_a_role_that_may_not_create_queues_is_told_what_to_do(shop: Shop, roles:
             publish(refused, queue, 1)
     with (
         Broker(broker_url(both.dsn)) as refused,
-        pytest.raises(pgque.PgquePermissionDeniedError, match=r"pgque\.create_queue"),
+        pytest.raises(pgque.PgquePermissionDeniedError, match=r"pgque\.create_queue") as told,
     ):
         queue(refused.default_channel).declare()
     with pgque.connect(shop.dsn) as client:
-        client.admin.create_queue(name)
-        client.subscribe(name, "celery")
+        client.conn.execute((told.value.hint or "").partition("As a pgque_admin:")[2].encode())
+        assert client.admin.queue_config(name)["max_receive_attempts"] == "20"
     with Broker(broker_url(writer.dsn)) as sender, Broker(broker_url(both.dsn)) as receiver:
         queue(sender.default_channel).declare()
         publish(sender, queue, "allowed")

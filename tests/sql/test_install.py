@@ -571,6 +571,33 @@ def test_a_version_that_is_too_old_or_newer_than_the_file_is_refused_and_stays_a
     assert schema(own_dsn) == before
 
 
+@pytest.mark.parametrize(
+    ("there", "file", "is_newer"),
+    [
+        ("9.0.0", "9.0.0-rc2", False),
+        ("9.0.0-rc2", "9.0.0-rc1", False),
+        ("9.0.0-rc2", "8.9.9", False),
+        ("9.0.0-rc9", "9.0.0-rc10", True),
+        ("9.0.0-rc2", "9.0.0", True),
+    ],
+)
+def test_a_file_upgrades_to_a_later_candidate_or_its_release_only(
+    own: Connection, own_dsn: str, there: str, file: str, is_newer: bool
+) -> None:
+    this = str(value(own, "select pgque.version()"))
+    own.execute(
+        f"create or replace function pgque.version() returns text language sql immutable as $$ select '{there}'::text $$".encode()
+    )
+    with (
+        as_owner(own_dsn) as connection,
+        contextlib.nullcontext()
+        if is_newer
+        else pytest.raises(psycopg.errors.FeatureNotSupported, match=f"newer than {file}"),
+    ):
+        connection.execute(SOURCE.replace(f"'{this}'".encode(), f"'{file}'".encode()))
+    assert value(own, "select pgque.version()") == (file if is_newer else there)
+
+
 @pytest.mark.parametrize("call", ["archive", "dead", "nack", "ack"])
 def test_outcomes_by_ids_that_wait_for_an_upgrade_are_of_these_messages_only(
     fresh_dsn: str,

@@ -191,7 +191,7 @@ _PRIMARY = (
     "The server is a standby, or the transaction is read only. Connect to the primary, for example with"
     " host=a,b target_session_attrs=read-write."
 )
-_INSTALL = "The database has another version of pgque than this package: pgque install --dsn …"
+_INSTALL = "The database has no pgque, or another version than this package: pgque install --dsn …"
 
 
 def _is_connection_loss(state: str) -> bool:

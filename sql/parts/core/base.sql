@@ -13,7 +13,8 @@ do $$
 declare
   v_foreign  text;
   v_hint     text;
-  v_before   int[];
+  v_before   int[];   -- the installed version
+  v_this     int[];
   v_local    bool;
   v_role     text;
   v_version  text := '1.0.0-rc1';   -- what pgque.version() below returns
@@ -84,7 +85,9 @@ begin
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
     perform pg_catalog.set_config('pgque.version_before', pgque.version(), v_local);
-    v_before := string_to_array(substring(pgque.version() from '^[0-9.]+'), '.');
+    -- A release candidate is older than its release, which has no number there.
+    v_before := string_to_array(substring(pgque.version() from '^[0-9.]+'), '.')::int[] || coalesce(substring(pgque.version() from '-rc([0-9]+)$')::int, 1000);
+    v_this := string_to_array(substring(v_version from '^[0-9.]+'), '.')::int[] || coalesce(substring(v_version from '-rc([0-9]+)$')::int, 1000);
     if v_before < '{0,7,0}' then
       raise exception using
         errcode = 'feature_not_supported',
@@ -93,7 +96,7 @@ begin
         hint = 'Install 0.8.0 first, which upgrades from 0.4.3 or later: pgque install --version 0.8.0; or with psql, the file that '
           'pgque install --version 0.8.0 --dump-sql prints. Then install this version again.';
     end if;
-    if v_before > string_to_array(substring(v_version from '^[0-9.]+'), '.')::int[] then
+    if v_before > v_this then
       raise exception using
         errcode = 'feature_not_supported',
         message = format('this database has pgque %s, which is newer than %s of this file', pgque.version(), v_version),

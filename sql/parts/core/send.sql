@@ -382,8 +382,8 @@ do $$
 declare
   v_comment  text[];
   v_options  constant text :=
-    'headers: a JSON object that travels with the message. key: if a message with this key is pending (delivered to no consumer yet), its body and '
-    'headers are replaced, and its id is returned. delay (from now) or deliver_at: the message is not delivered earlier. ttl: the message is not '
+    'headers: a JSON object that travels with the message. key: if a message with this key is pending (delivered to no consumer yet), its type, body, '
+    'headers and expiry become those of this call, its time stays, and its id is returned. delay (from now) or deliver_at: the message is not delivered earlier. ttl: the message is not '
     'delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay and ttl are at most 100 years. partition_key: kept '
     'in extra1; for a message without key, it is also the key that key_concurrency counts. Errors: PQ001 no such queue; PQ003 the queue is full; '
     'PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a change to the key.';

@@ -205,9 +205,9 @@ comment on column pgque.dead_letters.payload is 'The text or JSON that was sent.
 comment on column pgque.dead_letters.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
 comment on column pgque.dead_letters.headers is 'Metadata that the sender gave: a JSON object.';
 comment on column pgque.dead_letters.key is 'Key that the sender gave; NULL if none.';
-comment on column pgque.dead_letters.reason is 'Why the message was given up: the reason of the last nack().';
+comment on column pgque.dead_letters.reason is 'Why the message was given up: the reason of the last nack(), or that of pgque, such as retention period passed.';
 comment on column pgque.dead_letters.receive_count is 'How often the message was delivered; for a consumer on its own, how often it failed.';
-comment on column pgque.dead_letters.retry_count is 'How often the message was rejected.';
+comment on column pgque.dead_letters.retry_count is 'How often the message was redelivered after it was rejected.';
 comment on column pgque.dead_letters.created_at is 'When the message was sent.';
 comment on column pgque.dead_letters.dead_at is 'When the message became a dead letter.';
 comment on column pgque.dead_letters.expires_at is 'When the message expires; NULL: never.';
@@ -300,8 +300,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_replay(bigint, pgque.caller) is
-  'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ008 no such dead '
-  'letter; PQ013 the queue is paused.';
+  'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ003 the queue is full; PQ008 no '
+  'such dead letter; PQ013 the queue is paused.';
 
 create or replace function pgque.dlq_replay_all(
   queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user,

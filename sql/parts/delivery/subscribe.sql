@@ -196,7 +196,8 @@ comment on function pgque.subscribe(text, text, text, boolean, int, pgque.caller
   'keyed_order: workers get the messages of one key (partition_key for messages without key) one at a time, in order. key_concurrency: workers get '
   'at most this many messages of one key at a time; 1 is keyed_order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, '
   'and the queue has max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at, or key_concurrency is below '
-  '1, or above 1 with keyed_order; PQ006 the consumer is subscribed with another key_concurrency.';
+  '1, or above 1 with keyed_order; PQ006 the consumer is subscribed with another key_concurrency; 25000 the role has a right to this '
+  'queue only, and the transaction is not READ COMMITTED.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$

@@ -190,8 +190,8 @@ begin
 end
 $$;
 comment on function pgque.archive_replay(bigint, pgque.caller) is
-  'Sends an archived message as a new one to every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in the '
-  'archive.';
+  'Sends an archived message as a new one to every consumer, and returns the new id. The archived message stays. Errors: PQ003 the queue is '
+  'full; PQ010 it is not in the archive; PQ013 the queue is paused.';
 
 create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

@@ -381,7 +381,8 @@ declare
     'ttl and partition_key are options of send(). Each message has the header pgque-recurring with name and run_at. At each run the role that made '
     'this call needs the right to send to the queue. A call that does not change cron, timezone, starts_at and ends_at keeps the next run; a paused '
     'message stays paused. Errors: PQ001 no such queue; PQ003 the queue has 100 recurring messages, and the role has a right to this queue only; '
-    'PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name belongs to another role.';
+    'PQ004 invalid name; PQ005 invalid schedule or option; 25000 the role has a right to this queue only, and the '
+    'transaction is not READ COMMITTED; 42501 the name belongs to another role.';
 begin
   foreach v_comment slice 1 in array array[
     ['text', 'Creates a recurring message whose payload is a text, or changes the one of this name. '],

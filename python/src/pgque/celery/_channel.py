@@ -44,10 +44,6 @@ _REFUSED = {
     "x-message-ttl",
 }
 
-_NEEDS_CONSUMER = (
-    "The role may not create the queue, or it was dropped meanwhile. As a pgque_admin:"
-    " select pgque.create_queue('{queue}'); select pgque.subscribe('{queue}', '{consumer}');"
-)
 _NEEDS_BACKEND = "For results, use a backend that keeps them, as db+postgresql://, not rpc://"
 _NEEDS_LOG = "The role may not create the queue. As a pgque_admin: select pgque.create_queue('{queue}');"
 
@@ -162,7 +158,7 @@ class Channel(virtual.Channel):
                 client.admin.create_queue(name, options.config())
                 client.subscribe(name, options.consumer)
         except PgquePermissionDeniedError as error:
-            error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=options.consumer)
+            error.hint = options.needs_consumer(name)
             raise
         return 0
 
@@ -279,7 +275,7 @@ class Channel(virtual.Channel):
             try:
                 client.send(name, event)
             except PgqueQueueNotFoundError as error:
-                error.hint = _NEEDS_CONSUMER.format(queue=name, consumer=self.broker.options.consumer)
+                error.hint = self.broker.options.needs_consumer(name)
                 if event.type == NO_TASK:  # perhaps the result of a task, for the queue of its sender
                     error.hint = f"{_NEEDS_BACKEND}. {error.hint}"
                 raise

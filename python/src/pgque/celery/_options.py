@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,15 @@ class Options:
     def config(self) -> Mapping[str, Setting]:
         """Return the settings of a queue that is created."""
         return {"max_receive_attempts": _MAX_RECEIVE_ATTEMPTS, **self.queue_config}
+
+    def needs_consumer(self, name: str) -> str:
+        """Return the hint that creates a queue of tasks, with the settings that Celery gives it."""
+        config = json.dumps(dict(self.config()), default=str).replace("'", "''")
+        return (
+            "The role may not create the queue, or it was dropped meanwhile. As a pgque_admin:"
+            f" select pgque.create_queue('{name}', '{config}');"
+            f" select pgque.subscribe('{name}', '{self.consumer}');"
+        )
 
     def queue(self, name: str) -> str:
         """Return the queue of pgque for a queue of Celery."""

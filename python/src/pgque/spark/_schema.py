@@ -63,8 +63,8 @@ def check_schema(schema: StructType, queue: str | None, replace_by_key: bool) ->
         )
     if "queue" not in found and queue is None:
         raise PgqueBadArgumentError(
-            "no queue is given: set option queue or add a column queue. Spark passes no options from"
-            " insertInto(): use df.writeTo('t').options(…).append(), `insert into t with (queue = '…', …) …`"
+            "no queue is given: set option queue or add a column queue. insertInto() passes no options:"
+            " use df.writeTo('t').options(…).append() or `insert into t with (queue = '…', …) …`"
         )
     return found
 

@@ -307,8 +307,8 @@ class Runtime:
         It gets the messages of one receive, in order. If it returns, all are acknowledged. If it raises, all
         are rejected, and handled again in ever smaller calls, so that a message that fails is alone in the
         end; only then do `retry_on` and `dead_on` give it up. It may return a `Retry`, `Dead` or
-        `Release` for all of them, or `Outcomes` of single ones. Only a message that does not fit the Model
-        fails. With `transactional=True` its writes are kept unless it raises or all messages are
+        `Release` for all of them, or `Outcomes` of single ones. A message that does not fit the Model fails
+        alone. With `transactional=True` its writes are kept unless it raises or all messages are
         redelivered. Hooks are called for each message.
 
         Args:
