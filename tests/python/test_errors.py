@@ -130,7 +130,7 @@ def test_a_database_without_pgque_is_refused_with_the_command_that_installs(fres
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [("0.0.9", "pgque install --dsn"), ("0.999.0", "pip install --upgrade ./python"), ("99.1.0", "pip")],
+    [("0.0.9", "pgque install --dsn"), ("1.999.0", "pip install --upgrade ./python"), ("99.1.0", "pip")],
 )
 def test_a_version_that_the_package_does_not_know_is_refused(
     fresh_dsn: str, version: str, advice: str

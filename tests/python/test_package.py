@@ -38,7 +38,7 @@ def test_the_sql_files_are_relative_links_in_the_repository() -> None:
 
 
 def test_the_sql_and_the_package_have_one_version() -> None:
-    match = re.search(r"function pgque\.version\(\).*?'(\d+\.\d+\.\d+)'", sql_text(), re.DOTALL)
+    match = re.search(r"function pgque\.version\(\).*?'(\d+\.\d+\.\d+(?:-rc\d+)?)'", sql_text(), re.DOTALL)
     assert match is not None
     assert match[1] == pgque.__version__
 

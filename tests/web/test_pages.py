@@ -360,7 +360,7 @@ def test_a_message_is_cancelled_after_a_question(
     assert "Cancel…" in text(b.get("/message", queue=queue, id=found[0]))
     page = text(b.get("/message/cancel", queue=queue, id=found[0]))
     assert f"Cancel message {found[0]}?" in page
-    assert "read by offsets still see it" in page
+    assert "readers by offset still see it" in page
     assert states(conn, queue) == {"processing": 2}
     assert f"Message {found[0]} is cancelled; it was processing." in text(
         b.post("/message/cancel", queue=queue, id=found[0])
