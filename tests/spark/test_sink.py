@@ -553,7 +553,7 @@ def test_only_append_is_taken(
 
 
 def test_no_queue_is_refused(spark: SparkSession, writer: Role) -> None:
-    assert "option queue, or a column queue" in failure(write, numbers(spark, 1), writer, None)
+    assert "set option queue or add a column queue" in failure(write, numbers(spark, 1), writer, None)
 
 
 def test_a_nul_character_is_explained_without_the_payload(
