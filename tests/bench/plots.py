@@ -48,7 +48,7 @@ STYLE = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
 }
-# What the loads of peers.json are called where no page explains them.
+# Names of the loads of peers.json for a reader of the plot alone.
 LOADS = {
     "single sends": "send one message a call",
     "sends of 1,000": "send 1,000 messages a call",
@@ -58,6 +58,7 @@ LOADS = {
     "fan-out to 1 consumer": "1 consumer gets all messages",
     "fan-out to": "each gets all messages:",
 }
+FLUSHED = "fsync on, synchronous_commit on"  # settings of the server, as run.describe() lists them
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
 
 
@@ -78,9 +79,9 @@ def _finish(figure: Any, file: Path, result: Result) -> None:
     """Write what it was measured on below the figure, and the figure into the file."""
     machine = result["machine"]
     parts = [
-        f"pgque {machine['pgque']}" if "pgque" in machine else "",
+        f"pgque {machine['pgque']}",
         machine["server"],
-        "each commit flushed to disk",
+        "each commit flushed to disk" if FLUSHED in machine["settings"] else "",
         machine["cpu"],
         f"{machine['cores']} cores",
         machine.get("date", ""),

@@ -78,7 +78,7 @@ def test_readme_is_short() -> None:
 
 
 def test_the_documents_are_short() -> None:
-    """Changelogs do not count, nor do generated texts: the function reference and Spark's options."""
+    """Changelogs and generated texts (the function reference and Spark's options) do not count."""
     pages = [path for path in LINKED if path.name not in NOT_COUNTED]
     assert ROOT / "sql" / "RELIABILITY.md" in pages
     texts = {name(path): path.read_text(encoding="utf-8") for path in pages}

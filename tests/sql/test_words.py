@@ -7,7 +7,7 @@ import re
 from sql.helpers import Connection, rows, send, value
 from support.reference import WORDS
 
-# What a column of a result, or an argument, must not be called in a new function. dl_id is the number of a dead letter.
+# Names that a new function must not give to a column of its result or to an argument. dl_id is the number of a dead letter.
 OLD = re.compile(
     r"(ev|co|sub)_\w+|dl_(?!id$)\w+|queue_\w+|consumer_name|subconsumer_name|type_name|(\w+_)?events?(_\w+)?"
 )

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from psycopg.sql import quote
+
 from ..client.limit import COMMAND_TIMEOUT, check_command_timeout
 from ..types import Seconds, Setting
 
@@ -61,11 +63,11 @@ class Options:
 
     def needs_consumer(self, name: str) -> str:
         """Return the hint that creates a queue of tasks, with the settings that Celery gives it."""
-        config = json.dumps(dict(self.config()), default=str).replace("'", "''")
+        queue, consumer = quote(name), quote(self.consumer)
+        config = quote(json.dumps(dict(self.config()), default=str))
         return (
             "The role may not create the queue, or it was dropped meanwhile. As a pgque_admin:"
-            f" select pgque.create_queue('{name}', '{config}');"
-            f" select pgque.subscribe('{name}', '{self.consumer}');"
+            f" select pgque.create_queue({queue}, {config}); select pgque.subscribe({queue}, {consumer});"
         )
 
     def queue(self, name: str) -> str:
