@@ -22,6 +22,23 @@ language sql as $$
   cross join pgque.journal j
 $$;
 
+-- For a receive() that was waiting to acknowledge ack_batch.
+create or replace function pgque._poll_0(
+  p_queue text, p_consumer text, p_worker text, p_caller name,
+  out idle boolean, out locked boolean, out sub int, out queue int, out attempts int, out lease interval, out looked timestamptz
+)
+language sql as $$
+  select p.idle, p.locked, p.sub, p.queue, p.attempts, p.lease, p.looked from pgque._poll_0(p_queue, p_consumer, p_worker, p_caller, null) p
+$$;
+
+create or replace function pgque._poll_1(
+  p_queue text, p_consumer text, p_worker text, p_caller name,
+  out idle boolean, out locked boolean, out sub int, out queue int, out attempts int, out lease interval, out looked timestamptz
+)
+language sql as $$
+  select p.idle, p.locked, p.sub, p.queue, p.attempts, p.lease, p.looked from pgque._poll_1(p_queue, p_consumer, p_worker, p_caller, null) p
+$$;
+
 -- For calls that were giving up messages.
 create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
 language sql as $$ select pgque._give_up(p_queue, p_sub, p_item, p_reason) $$;

@@ -229,7 +229,7 @@ begin
     where p.pronamespace = 'pgque'::regnamespace
       and p.oid || p.ctid::text = any (v_before)
       and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
-      and p.proname !~ '^_(ticks|events|ordinary|key)_[0-9]+(_[01])?$'
+      and p.proname !~ '^_(ticks|events|ordinary|mapped|key)_[0-9]+(_[01])?$'
   loop
     perform pgque._drop_function(v_func);
   end loop;

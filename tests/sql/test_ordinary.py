@@ -64,7 +64,7 @@ def count_calls(conn: Connection, call: Callable[[], Any]) -> dict[str, int]:
 def is_ordinary(conn: Connection, call: Callable[[], Any]) -> bool:
     """Return whether a call that delivers did it in the ordinary way."""
     counted = count_calls(conn, call)
-    ordinary = sum(calls for name, calls in counted.items() if name.startswith("_ordinary_"))
+    ordinary = sum(calls for name, calls in counted.items() if name.startswith(("_ordinary_", "_mapped_")))
     assert "_begin_delivery" in counted or ordinary == 1, counted
     return "_begin_delivery" not in counted
 
@@ -210,6 +210,58 @@ def test_a_backlog_is_delivered_in_the_ordinary_way(pool: Connection, worker: st
     batch: list[Message] = []
     assert is_ordinary(pool, lambda: batch.extend(deliver(pool, worker, count)))
     assert len(batch) == count
+
+
+@pytest.mark.parametrize("count", [1, 10, 100])
+def test_the_rest_of_a_big_window_is_delivered_in_the_ordinary_way(
+    pool: Connection, own_dsn: str, connect: Callable[..., Connection], worker: str | None, count: int
+) -> None:
+    """The first batch makes the map, by which the others are read."""
+    sender, never = (connect(own_dsn, autocommit=False) for _ in range(2))
+    late = send_many(sender, "q", 10)
+    send_many(never, "q", 10)
+    offer(pool, "q")
+    assert ack(pool, deliver(pool, worker)[0].batch_id) == 1
+    sender.commit()
+    sent = late + send_many(pool, "q", 1200)
+    forced_tick(pool, "q")
+    after = offer(pool, "q")
+    batch = deliver(pool, worker, count)
+    got = ids(batch)
+    read = "select sum(t.seq_tup_read + t.idx_tup_fetch) from pg_stat_xact_all_tables t where t.relname like 'event\\_%'"
+    for turn in range(4):
+        # Half of them acknowledge the batch before in the same call.
+        fused = turn % 2 == 0
+        token = batch[0].batch_id
+        assert fused or ack(pool, token) == 1
+        batch = []
+        with pool.transaction():
+            before = value(pool, read)
+            options = {"ack_batch": token} if fused else {}
+            assert is_ordinary(
+                pool,
+                lambda options=options, batch=batch: batch.extend(deliver(pool, worker, count, **options)),
+            )
+            assert value(pool, read) - before <= count + 100
+        got += ids(batch)
+    assert got == sent[: 5 * count]
+    while batch := deliver(pool, worker, 500, ack_batch=batch[0].batch_id):
+        got += ids(batch)
+    assert got == sent + after
+    never.rollback()
+
+
+def test_batches_in_the_ordinary_way_end_where_a_big_window_ends(
+    pool: Connection, worker: str | None
+) -> None:
+    sent = offer(pool, "q", 1001)
+    got = ids(batch := deliver(pool, worker, 991))
+    for count in (1, 9):
+        got += ids(batch := deliver(pool, worker, count, ack_batch=batch[0].batch_id))
+    assert got == sent
+    done = "select p.pos_last_id is null from pgque.position p where p.pos_batch = %s"
+    assert value(pool, done, batch[0].batch_id)
+    assert deliver(pool, worker, 1, ack_batch=batch[0].batch_id) == []
 
 
 # What an ack of a batch of three messages waits for: what the ack then returns, and how many are delivered again.
@@ -409,7 +461,7 @@ def choose(rng: random.Random, delivered: bool, last_tick: int) -> tuple[str, Ca
     )
     if what == "other" or (what == "settle" and not delivered):
         what = rng.choice(["key", "ttl", "rotate", "archive", "seek", "turn", "maintain"])
-    count = rng.choice([1, 1, 2, 5, 40])
+    count = rng.choice([1, 1, 2, 5, 40, 700])  # the last one makes a window that is read by its map
     archived = rng.choice(["true", "false"])
     tick_id = last_tick - rng.randint(1, 5)
     settled = (

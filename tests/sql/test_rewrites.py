@@ -245,6 +245,7 @@ def test_keys_keep_their_order_when_the_table_is_rewritten(
     assert order == {lane: sent[lane::3] for lane in range(3)}
 
 
+@pytest.mark.parametrize("count", [60, 2300])
 @pytest.mark.parametrize("when", ["receiving", "waiting"])
 def test_a_worker_that_meets_a_table_just_being_rewritten_gets_its_messages_or_tries_again(
     pool: Connection,
@@ -253,8 +254,9 @@ def test_a_worker_that_meets_a_table_just_being_rewritten_gets_its_messages_or_t
     background: Background,
     wait_for_lock: Wait,
     when: str,
+    count: int,
 ) -> None:
-    sent = fill(pool, connect, own_dsn, 60)
+    sent = fill(pool, connect, own_dsn, count)
     first = take(pool, "q", "w1", 10, "1 day")
     one = connect(own_dsn, autocommit=False)
     if when == "receiving":

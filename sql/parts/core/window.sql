@@ -414,7 +414,8 @@ language sql stable as $$
   select p.oid::regprocedure
   from pg_catalog.pg_proc p
   where p.pronamespace = 'pgque'::regnamespace and p.proname = any (array[
-    '_ticks_' || p_queue_id, '_events_' || p_queue_id, '_key_' || p_queue_id, '_ordinary_' || p_queue_id || '_0', '_ordinary_' || p_queue_id || '_1']::name[])
+    '_ticks_' || p_queue_id, '_events_' || p_queue_id, '_key_' || p_queue_id, '_ordinary_' || p_queue_id || '_0', '_ordinary_' || p_queue_id || '_1',
+    '_mapped_' || p_queue_id || '_0', '_mapped_' || p_queue_id || '_1']::name[])
 $$;
 
 create or replace function pgque._event_columns() returns text

@@ -40,14 +40,14 @@ begin
   then
     v_leaf := coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0);
     if v_leaf = 0 then
-      v_poll := pgque._poll_0($1, $2, $4, caller);
+      v_poll := pgque._poll_0($1, $2, $4, caller, $3);
     else
-      v_poll := pgque._poll_1($1, $2, $4, caller);
+      v_poll := pgque._poll_1($1, $2, $4, caller, $3);
     end if;
     if v_poll.idle then
       return;
     elsif v_poll.locked and $3 <= 1000 then
-      return query execute 'select * from pgque._ordinary_' || v_poll.queue || '_' || v_leaf || '($1, $2, $3, $4, $5, $6, $7, $8)'
+      return query execute 'select * from pgque.' || case when v_poll.mapped then '_mapped_' else '_ordinary_' end || v_poll.queue || '_' || v_leaf || '($1, $2, $3, $4, $5, $6, $7, $8)'
       using v_poll.sub, $3::bigint, $7, $4, coalesce($5, v_poll.lease), v_poll.attempts, $1, v_poll.looked;
       if found then
         return;
