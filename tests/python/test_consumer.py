@@ -1496,6 +1496,56 @@ def _consuming(
     return threads.running(lambda: asyncio.run(consumer.run()), consumer.stop, 10)
 
 
+@pytest.mark.parametrize("subconsumer", [None, "s"])
+def test_a_consumer_that_reads_alone_reports_and_receives_in_one_transaction_which_waits_for_the_disk(
+    own_dsn: str, subconsumer: str | None
+) -> None:
+    with psycopg.connect(own_dsn, autocommit=True) as conn:
+        conn.execute("select pgque.create_queue('q')")
+        conn.execute(
+            "select pgque.subscribe('q', 'c')"
+            if subconsumer is None
+            else "select pgque.subscribe_subconsumer('q', 'c', 's')"
+        )
+        conn.execute("select pgque.send_batch('q', '{1,2,3,4}'::text[])")
+        conn.execute("select pgque.ticker('q')")
+        conn.execute("create table public.seen (what text, xid xid8, synchronous text)")
+        conn.execute(
+            "create function public.note() returns trigger language plpgsql security definer as $$ begin"
+            " insert into public.seen"
+            " values (left(tg_table_name, -2), pg_current_xact_id(), current_setting('synchronous_commit'));"
+            " return null; end $$"
+        )
+        for table in ("settled_0", "settled_1", "position_0", "position_1"):  # deferred: when it commits
+            conn.execute(
+                f"create constraint trigger note after insert on pgque.{table}"
+                " deferrable initially deferred for each row execute function public.note()".encode()
+            )
+        consumer = pgque.Consumer(own_dsn, queue="q", name="c", subconsumer=subconsumer, max_messages=1)
+        seen: list[str] = []
+
+        @consumer.on("*")
+        def handle(message: pgque.Message) -> None:
+            seen.append(message.payload)
+
+        consumer.run(until_idle=True)
+        assert seen == ["1", "2", "3", "4"]
+        noted = {
+            what: dict(conn.execute("select xid, synchronous from public.seen where what = %s", [what]))
+            for what in ("settled", "position")
+        }
+    acked, delivered = noted["settled"], noted["position"]
+    assert len(acked) == 4
+    assert set(acked.values()) == {"on"}
+    if subconsumer is None:
+        # The last one finds nothing that it could deliver.
+        assert len(acked.keys() & delivered.keys()) == 3
+        assert len(delivered) == 4
+    else:
+        assert not acked.keys() & delivered.keys()
+        assert set(delivered.values()) == {"off"}
+
+
 def test_what_is_done_is_finished_though_the_next_batch_is_out_of_reach(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, conn: Connection, reader: Any
 ) -> None:

@@ -441,7 +441,13 @@ def receive_alone(
 
 
 def _delivery(call: str, params: Mapping[str, object]) -> Statement:
-    return f"select {columns(Message, 'm')} from {_ASYNC_COMMIT}, lateral {call} as m", params
+    # It commits as it is told, since outcomes that are in its transaction have to reach the disk.
+    sql = (
+        f"select {columns(Message, 'm')} from (select case when %(async_commit)s::bool then"
+        " set_config('synchronous_commit', 'off', true) end offset 0) as async_commit,"
+        f" lateral {call} as m"
+    )
+    return sql, {**params, "async_commit": True}
 
 
 def extend(batch_id: int, by: float, lock_timeout: float | None = None) -> Statement:
