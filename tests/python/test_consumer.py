@@ -1522,7 +1522,7 @@ def test_a_consumer_that_reads_alone_reports_and_receives_in_one_transaction_whi
                 " deferrable initially deferred for each row execute function public.note()".encode()
             )
         consumer = pgque.Consumer(own_dsn, queue="q", name="c", subconsumer=subconsumer, max_messages=1)
-        seen: list[str] = []
+        seen: list[str | None] = []
 
         @consumer.on("*")
         def handle(message: pgque.Message) -> None:
@@ -1530,7 +1530,7 @@ def test_a_consumer_that_reads_alone_reports_and_receives_in_one_transaction_whi
 
         consumer.run(until_idle=True)
         assert seen == ["1", "2", "3", "4"]
-        noted = {
+        noted: dict[str, dict[str, str]] = {
             what: dict(conn.execute("select xid, synchronous from public.seen where what = %s", [what]))
             for what in ("settled", "position")
         }

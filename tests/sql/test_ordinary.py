@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -229,20 +230,20 @@ def test_the_rest_of_a_big_window_is_delivered_in_the_ordinary_way(
     batch = deliver(pool, worker, count)
     got = ids(batch)
     read = "select sum(t.seq_tup_read + t.idx_tup_fetch) from pg_stat_xact_all_tables t where t.relname like 'event\\_%'"
-    for turn in range(4):
-        # Half of them acknowledge the batch before in the same call.
-        fused = turn % 2 == 0
+
+    def go_on(found: list[Message], **options: Any) -> None:
+        found += deliver(pool, worker, count, **options)
+
+    for fused in (True, False, True, False):
         token = batch[0].batch_id
         assert fused or ack(pool, token) == 1
-        batch = []
+        following: list[Message] = []
         with pool.transaction():
             before = value(pool, read)
             options = {"ack_batch": token} if fused else {}
-            assert is_ordinary(
-                pool,
-                lambda options=options, batch=batch: batch.extend(deliver(pool, worker, count, **options)),
-            )
+            assert is_ordinary(pool, functools.partial(go_on, following, **options))
             assert value(pool, read) - before <= count + 100
+        batch = following
         got += ids(batch)
     assert got == sent[: 5 * count]
     while batch := deliver(pool, worker, 500, ack_batch=batch[0].batch_id):

@@ -441,7 +441,7 @@ def receive_alone(
 
 
 def _delivery(call: str, params: Mapping[str, object]) -> Statement:
-    # It commits as it is told, since outcomes that are in its transaction have to reach the disk.
+    # Outcomes that are reported in the same transaction have to wait for the disk.
     sql = (
         f"select {columns(Message, 'm')} from (select case when %(async_commit)s::bool then"
         " set_config('synchronous_commit', 'off', true) end offset 0) as async_commit,"
