@@ -23,11 +23,15 @@ def cpu(conn: Connection) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A consumer on its own or a worker takes and acknowledges so many messages a tick; at most the target."""
+    """A consumer on its own or a worker takes and acknowledges ``count`` messages; at most the target.
+
+    A tick has as many, or ``tick``.
+    """
 
     what: str
     target: float
     count: int = 1
+    tick: int = 0
     worker: bool = False
     ack_batch: bool = False
     config: str = "{}"
@@ -45,6 +49,12 @@ CASES = (
     Case("receive + ack of 100, worker", 0.60, 100, worker=True),
     Case("idle poll, consumer", 1, 0),
     Case("idle poll, worker", 1, 0, worker=True),
+    # The window is read by its map.
+    Case("1 of a tick of 1,000, consumer", 0.80, tick=1000),
+    Case("1 of a tick of 1,000, worker", 0.80, tick=1000, worker=True),
+    Case("1 of a tick of 1,000 with ack_batch, consumer", 0.80, tick=1000, ack_batch=True),
+    Case("10 of a tick of 1,000, consumer", 0.80, 10, 1000),
+    Case("10 of a tick of 10,000, worker", 0.80, 10, 10000, worker=True),
     # No ordinary deliveries: these must not become slower.
     Case("receive + ack of 1 with a ttl, consumer", 1.05, config='{"message_ttl": "1 hour"}'),
     Case("receive + ack of 1 with a ttl, worker", 1.05, worker=True, config='{"message_ttl": "1 hour"}'),
@@ -91,8 +101,13 @@ class Side:
         """Receive and acknowledge; return the batch if it is still open."""
         worker = ", worker => 'w'" if case.worker else ""
         rows = self.consumer.execute(
-            f"select batch_id from pgque.receive(%s, %s, 1000{worker}{'' if ack is None else ', ack_batch => %s'})".encode(),
-            (QUEUE, "pool" if case.worker else "c", *([] if ack is None else [ack])),
+            f"select batch_id from pgque.receive(%s, %s, %s{worker}{'' if ack is None else ', ack_batch => %s'})".encode(),
+            (
+                QUEUE,
+                "pool" if case.worker else "c",
+                case.count if case.tick else 1000,
+                *([] if ack is None else [ack]),
+            ),
         ).fetchall()
         if not rows:
             return None
@@ -112,8 +127,12 @@ class Side:
         """Return the CPU seconds that the consumer's session used in a cycle."""
         self.drain(case)
         used, open_batch = 0.0, None
+        left = 0
         for _ in range(rounds):
-            self.send(case.count)
+            if left < case.count or not case.count:
+                self.send(case.tick or case.count)
+                left = case.tick or case.count
+            left -= case.count
             before = cpu(self.consumer)
             open_batch = self.take(case, open_batch)
             used += cpu(self.consumer) - before
