@@ -1496,56 +1496,6 @@ def _consuming(
     return threads.running(lambda: asyncio.run(consumer.run()), consumer.stop, 10)
 
 
-@pytest.mark.parametrize("subconsumer", [None, "s"])
-def test_a_consumer_that_reads_alone_reports_and_receives_in_one_transaction_which_waits_for_the_disk(
-    own_dsn: str, subconsumer: str | None
-) -> None:
-    with psycopg.connect(own_dsn, autocommit=True) as conn:
-        conn.execute("select pgque.create_queue('q')")
-        conn.execute(
-            "select pgque.subscribe('q', 'c')"
-            if subconsumer is None
-            else "select pgque.subscribe_subconsumer('q', 'c', 's')"
-        )
-        conn.execute("select pgque.send_batch('q', '{1,2,3,4}'::text[])")
-        conn.execute("select pgque.ticker('q')")
-        conn.execute("create table public.seen (what text, xid xid8, synchronous text)")
-        conn.execute(
-            "create function public.note() returns trigger language plpgsql security definer as $$ begin"
-            " insert into public.seen"
-            " values (left(tg_table_name, -2), pg_current_xact_id(), current_setting('synchronous_commit'));"
-            " return null; end $$"
-        )
-        for table in ("settled_0", "settled_1", "position_0", "position_1"):  # deferred: when it commits
-            conn.execute(
-                f"create constraint trigger note after insert on pgque.{table}"
-                " deferrable initially deferred for each row execute function public.note()".encode()
-            )
-        consumer = pgque.Consumer(own_dsn, queue="q", name="c", subconsumer=subconsumer, max_messages=1)
-        seen: list[str | None] = []
-
-        @consumer.on("*")
-        def handle(message: pgque.Message) -> None:
-            seen.append(message.payload)
-
-        consumer.run(until_idle=True)
-        assert seen == ["1", "2", "3", "4"]
-        noted: dict[str, dict[str, str]] = {
-            what: dict(conn.execute("select xid, synchronous from public.seen where what = %s", [what]))
-            for what in ("settled", "position")
-        }
-    acked, delivered = noted["settled"], noted["position"]
-    assert len(acked) == 4
-    assert set(acked.values()) == {"on"}
-    if subconsumer is None:
-        # The last one finds nothing that it could deliver.
-        assert len(acked.keys() & delivered.keys()) == 3
-        assert len(delivered) == 4
-    else:
-        assert not acked.keys() & delivered.keys()
-        assert set(delivered.values()) == {"off"}
-
-
 def test_what_is_done_is_finished_though_the_next_batch_is_out_of_reach(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, conn: Connection, reader: Any
 ) -> None:
@@ -1567,6 +1517,40 @@ def test_what_is_done_is_finished_though_the_next_batch_is_out_of_reach(
         conn.execute(f"grant execute on {takes} to pgque_reader")
     assert seen == ids[:1]
     assert [message.msg_id for message in client.receive(subscribed, "c")] == ids[1:]
+
+
+def test_what_is_done_is_finished_while_the_next_delivery_waits(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    conn: Connection,
+    connect: Callable[..., Connection],
+    wait_until: Wait,
+    wait_for_lock: Wait,
+) -> None:
+    """An outcome has a transaction of its own: else a process that ends while it receives would forget it."""
+    seen: list[int] = []
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", max_messages=1)
+    locker = connect(autocommit=False)
+    [(table,)] = conn.execute("select pgque.current_event_table(%s)", [subscribed]).fetchall()
+
+    @consumer.on("*")
+    def handle(message: pgque.Message) -> None:
+        if not seen:
+            locker.execute(f"lock table {table}".encode())
+        seen.append(message.msg_id)
+
+    ids = client.send_batch(subscribed, "t", ["1", "2"])
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: bool(seen))
+        wait_for_lock(_backend(conn, wait_until, f"pgque {subscribed}/c"))
+        held = "select current_batch from pgque.get_consumer_info(%s, 'c')"
+        assert conn.execute(held, [subscribed]).fetchall() == [(None,)]
+        assert seen == ids[:1]
+        locker.rollback()
+        wait_until(lambda: seen == ids)
 
 
 @pytest.mark.parametrize("stops", [True, False])

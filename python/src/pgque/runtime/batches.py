@@ -441,13 +441,7 @@ def receive_alone(
 
 
 def _delivery(call: str, params: Mapping[str, object]) -> Statement:
-    # Outcomes that are reported in the same transaction have to wait for the disk.
-    sql = (
-        f"select {columns(Message, 'm')} from (select case when %(async_commit)s::bool then"
-        " set_config('synchronous_commit', 'off', true) end offset 0) as async_commit,"
-        f" lateral {call} as m"
-    )
-    return sql, {**params, "async_commit": True}
+    return f"select {columns(Message, 'm')} from {_ASYNC_COMMIT}, lateral {call} as m", params
 
 
 def extend(batch_id: int, by: float, lock_timeout: float | None = None) -> Statement:

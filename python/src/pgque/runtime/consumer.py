@@ -126,7 +126,6 @@ class AsyncConsumer(AsyncRuntime):
             )
         self.use = use
         self.subconsumer = subconsumer
-        self._reads_alone = subconsumer is None
         self.dead_interval = dead_interval
         super().__init__(
             dsn,

@@ -117,7 +117,6 @@ class AsyncRuntime:
 
     _kind: ClassVar[Literal["Worker", "Consumer"]]
     _is_shared: ClassVar[bool]  # whether workers share the messages, by leases
-    _reads_alone = False  # whether no other process receives for its consumer
     _log: ClassVar[logging.Logger]
 
     def __init__(
@@ -674,9 +673,7 @@ class AsyncRuntime:
         self._sources.note_asked(source, now)
         receive = self._receive_statement(source.queue, count)
         try:
-            received = await report_and_receive(
-                client, self.consumer, to_report, receive, self._make_message, self._reads_alone
-            )
+            received = await report_and_receive(client, self.consumer, to_report, receive, self._make_message)
         except PgqueError as error:
             error.queue = error.queue or source.queue  # the text of the server does not always name it
             self._explain(error)

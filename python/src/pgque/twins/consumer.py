@@ -127,7 +127,6 @@ class Consumer(Runtime):
             )
         self.use = use
         self.subconsumer = subconsumer
-        self._reads_alone = subconsumer is None
         self.dead_interval = dead_interval
         super().__init__(
             dsn,

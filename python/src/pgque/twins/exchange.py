@@ -19,7 +19,7 @@ from psycopg.rows import args_row
 from .client import PgqueClient
 from ..codec import encode
 from ..codec.decode import reading
-from ..errors import PgqueError, from_psycopg
+from ..errors import from_psycopg
 from ..integrations import opentelemetry as otel
 from ..types import Message, Seconds
 from ..runtime.batches import Batch, Refused, Statement
@@ -67,60 +67,37 @@ def report_and_receive(
     batches: Sequence[Batch[M]],
     receive: Statement | None,
     make: Callable[..., M],
-    together: bool = False,
 ) -> list[M]:
-    """Report the outcomes of batches, and return the messages that `receive` returns.
-
-    `together` is for a consumer that reads alone: see `round_trip`. If messages cannot be received, the
-    outcomes are reported nevertheless.
-    """
+    """Report the outcomes of batches, and return the messages that `receive` returns."""
     reports = [statement for batch in batches for statement in batch.statements()]
     if receive is not None:
         operation, queue = "receive", str(receive[1]["queue"])
     else:
         operation, queue = "ack", ",".join(sorted({batch.queue or "" for batch in batches}))
     with otel.timed(operation, queue, consumer):
-        try:
-            refused, received = round_trip(client, reports, receive, make, together)
-        except PgqueError:
-            if together and reports and receive and not client.conn.closed:
-                refused, _ = round_trip(client, reports, None, make)
-                _note_reported(batches, refused)
-            raise
-    _note_reported(batches, refused)
-    return received
-
-
-def _note_reported(batches: Sequence[Batch[M]], refused: Sequence[Refused]) -> None:
+        refused, received = round_trip(client, reports, receive, make)
     for batch in batches:
         batch.mark_reported()
     for msg_id, reason in refused:
         log.warning("the outcome of %s does not count: %s", msg_id or "a batch", reason)
+    return received
 
 
 def round_trip(
-    client: PgqueClient,
-    reports: Sequence[Statement],
-    receive: Statement | None,
-    make: Callable[..., M],
-    together: bool = False,
+    client: PgqueClient, reports: Sequence[Statement], receive: Statement | None, make: Callable[..., M]
 ) -> tuple[list[Refused], list[M]]:
-    """Report outcomes and receive messages, in one round trip.
+    """Report outcomes in one transaction and receive messages in another, in one round trip.
 
-    Outcomes have a transaction of their own, so that the lock under which messages are delivered is not held
-    while the outcomes go to the disk. Where nobody waits for that lock, `together` saves a transaction. The
-    connection has to be in autocommit mode; it is closed where an error or a cancellation leaves a
-    transaction open.
+    So outcomes count though the receive fails, waits, or ends the process, and the lock under which messages
+    are delivered is not held while the outcomes go to the disk. The connection has to be in autocommit mode;
+    it is closed where an error or a cancellation leaves a transaction open.
     """
     conn = client.conn
-    apart = bool(reports) and receive is not None and not together
-    if receive and reports and together:
-        receive = receive[0], {**receive[1], "async_commit": False}
     reported: list[Cursor[Refused]] = []
     received: Cursor[M] | None = None
     try:
         with conn.pipeline():
-            if apart:
+            if reports and receive:
                 conn.execute("begin")
             for statement, given in reports:
                 params = {
@@ -128,7 +105,7 @@ def round_trip(
                     for name, value in given.items()
                 }
                 reported.append(conn.cursor(row_factory=args_row(Refused)).execute(statement, params))
-            if apart:
+            if reports and receive:
                 conn.execute("commit")
             if receive:
                 received = reading(conn.cursor(row_factory=args_row(make))).execute(*receive)
