@@ -126,12 +126,11 @@ class Side:
     def cycles(self, case: Case, rounds: int) -> float:
         """Return the CPU seconds that the consumer's session used in a cycle."""
         self.drain(case)
-        used, open_batch = 0.0, None
-        left = 0
+        used, open_batch, left = 0.0, None, 0
         for _ in range(rounds):
-            if left < case.count or not case.count:
-                self.send(case.tick or case.count)
+            if left < case.count:
                 left = case.tick or case.count
+                self.send(left)
             left -= case.count
             before = cpu(self.consumer)
             open_batch = self.take(case, open_batch)
