@@ -17,13 +17,17 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
+from psycopg.rows import dict_row
 
 import pgque
+from conftest import Role
 from pgque import exporter
-from pgque.client.limit import LimitedConnection
+from pgque.client.limit import LimitedConnection, NoAnswerError
 from pgque.ops import ticker
+from pgque.web import database
 from support.processes import ended
-from support.silent import SilentPath, silent_path
+from support.servers import TestServer
+from support.silent import COMMIT, SYNC, SilentPath, silent_path
 from support.threads import running
 
 Tick = Callable[[str], int | None]
@@ -44,12 +48,14 @@ options = {}
 if kind.endswith("Worker"):
     # A message whose delivery was lost with the connection comes again after two seconds.
     options = {"visibility_timeout": 600, "shutdown_timeout": 600}
-    if use == "stdin":
+    if use in ("stdin", "transactional"):
         options = {"visibility_timeout": 2, "shutdown_timeout": 0.5}
     if use == "processes":
         options |= {"use": use, "concurrency": 1}
 # A consumer that waits for notifications asks whether its queue is ticked, every ten seconds.
 _listen.TICK_CHECK = _listen_async.TICK_CHECK = 0.5
+if use == "transactional":
+    options["transactional"] = True
 program = getattr(pgque, kind)(
     dsn, queue=queue, consumer="c", command_timeout=None if limit == "none" else float(limit), **options
 )
@@ -58,10 +64,10 @@ def note(message):
     print(message.payload, flush=True)
     return 60 if message.payload == "long" else 0
 
-def handle(message):
+def handle(message, *conn):
     time.sleep(note(message))
 
-async def handle_async(message):
+async def handle_async(message, *conn):
     if use == "blocked":
         time.sleep(note(message))
     await asyncio.sleep(note(message))
@@ -73,9 +79,9 @@ def stop_when_told():
     program.stop()
 
 if __name__ == "__main__":
-    if use == "stdin":
+    if use in ("stdin", "transactional"):
         threading.Thread(target=stop_when_told, daemon=True).start()
-    ended = program.run(catch_signals=use != "stdin")
+    ended = program.run(catch_signals=use not in ("stdin", "transactional"))
     if ended is not None:
         asyncio.run(ended)
 """
@@ -126,15 +132,21 @@ class Programs:
         self._queues: dict[str, str] = {}
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
-    def start(self, new_queue: Callable[[], str], limit: object) -> None:
+    def start(self, new_queue: Callable[[], str], limit: object, use: str = "stdin") -> None:
         """Start them, and see that each handles a message."""
         for kind in KINDS:
             queue = self._queues[kind] = new_queue()
             self._client.subscribe(queue, "c")
-            process = start(self._program, kind, self._path.dsn, queue, "stdin", limit)
+            process = start(self._program, kind, self._path.dsn, queue, use, limit)
             self.processes[kind] = self._enter(ended(process))
         self.send("1")
         assert [said(process) for process in self.processes.values()] == ["1"] * len(KINDS)
+
+    def all_handle(self, payload: str) -> None:
+        """See that each handles a message that was sent after the first."""
+        for process in self.processes.values():
+            while (heard := said(process)) != payload:
+                assert heard == "1"  # once more, as its ack was lost
 
     def are_idle(self) -> bool:
         """Whether everything that was sent is acknowledged."""
@@ -159,9 +171,84 @@ def test_programs_leave_a_silent_connection_for_another(
     programs.start(new_queue, LIMIT)
     path.silence(new_ones=False)
     programs.send("2")
-    for process in programs.processes.values():
-        while (heard := said(process)) != "2":
-            assert heard == "1"  # once more, as its ack was lost
+    programs.all_handle("2")
+
+
+@pytest.mark.parametrize("use", ["stdin", "transactional"])
+def test_a_transaction_that_the_network_cut_off_does_not_keep_its_locks(
+    program: Path,
+    dsn: str,
+    client: pgque.PgqueClient,
+    tick: Tick,
+    new_queue: Callable[[], str],
+    wait_until: Wait,
+    use: str,
+) -> None:
+    with silent_path(dsn, before=COMMIT) as path, ExitStack() as stack:
+        programs = Programs(stack, program, path, client, tick)
+        programs.start(new_queue, LIMIT, use)
+        wait_until(lambda: path.silent >= len(KINDS))
+        path.let_through()
+        programs.send("2")
+        programs.all_handle("2")
+
+
+def test_a_change_on_the_page_that_the_network_cut_off_does_not_keep_its_locks(
+    dsn: str, queue: str, client: pgque.PgqueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "COMMAND_TIMEOUT", 0.5)
+    monkeypatch.setattr(database, "_SETTINGS", database._SETTINGS.replace("'30s'", "'1s'"))
+    with silent_path(dsn, before=COMMIT) as path:
+        conn = LimitedConnection.connect(path.dsn, autocommit=True, row_factory=dict_row)
+        page = database.Connection(conn, LIMIT, False)
+        with pytest.raises(NoAnswerError):
+            page.execute("select pgque.pause(%s)", [queue])
+        assert path.silent == 1
+        client.admin.resume(queue)  # which waits for its lock
+
+
+@pytest.mark.parametrize("kind", [pgque.Worker, pgque.Consumer])
+def test_the_server_is_soon_to_notice_that_the_host_of_a_handler_is_lost(
+    kind: Any, server: TestServer, reader: Role, queue: str, client: pgque.PgqueClient, tick: Tick
+) -> None:
+    host = reader.dsn if server.process is None else make_conninfo(reader.dsn, host="127.0.0.1")
+    client.subscribe(queue, "c")
+    client.send(queue, "1")
+    tick(queue)
+    worker = kind(host, queue=queue, consumer="c", transactional=True)
+    seconds: list[int] = []
+
+    def ask(message: pgque.Message, conn: Connection) -> None:
+        # Only the session itself can tell, and only over TCP.
+        (found,) = conn.execute(
+            "select current_setting('tcp_keepalives_idle')::int"
+            " + current_setting('tcp_keepalives_interval')::int * current_setting('tcp_keepalives_count')::int"
+        )
+        seconds.append(found[0])
+
+    worker.handler("*")(ask)
+    worker.run(until_idle=True)
+    assert len(seconds) == 1
+    assert 0 < seconds[0] <= 30
+
+
+def test_a_work_queue_reports_again_what_the_network_cut_off(
+    dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick
+) -> None:
+    client.subscribe(queue, "c")
+    client.send(queue, "1")
+    tick(queue)
+    with silent_path(dsn, before=SYNC) as path:
+        path.let_through()
+        with pgque.WorkQueue(path.dsn, queue, consumer="c", command_timeout=1) as work:
+            for message in work.messages():
+                path.cut()
+                with pytest.raises(pgque.PgqueConnectionError, match="has not answered"):
+                    message.ack()
+                assert path.silent == 1
+                assert message.ack()
+                break
+    assert client.messages.list(queue) == []
 
 
 def test_programs_stop_on_a_silent_network(

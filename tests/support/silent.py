@@ -19,9 +19,18 @@ from pathlib import Path
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 _PROXY = """
-import os, selectors, signal, socket, sys
+import os, re, selectors, signal, socket, sys
 
-host, port = sys.argv[1:]
+host, port, pattern = sys.argv[1:]
+last = re.compile(pattern.encode("latin-1"), re.IGNORECASE | re.DOTALL)
+cuts = bool(pattern)
+
+def cut(number, frame):
+    global cuts
+    cuts = number == signal.SIGUSR1
+
+signal.signal(signal.SIGUSR1, cut)
+signal.signal(signal.SIGUSR2, cut)
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
@@ -44,8 +53,17 @@ with selectors.DefaultSelector() as selector:
             data = key.fileobj.recv(65536)
             if not data:
                 sys.exit()
+            if cuts and key.fileobj is near and (found := last.search(data)):
+                far.sendall(data[:found.start()])
+                os.kill(os.getpid(), signal.SIGSTOP)
             key.data.sendall(data)
 """
+
+
+# Messages of a client. Of the extended protocol, where the statement has no name, or of the simple one:
+COMMIT = r"(P....\0|Q....)commit\0"
+# The end of each statement, or of a pipeline, without which nothing is committed.
+SYNC = r"S\0\0\0\x04"
 
 
 class SilentPath:
@@ -56,6 +74,20 @@ class SilentPath:
         self._port = port
         self.dsn = make_conninfo(dsn, host="127.0.0.1", port=port)
 
+    def let_through(self) -> None:
+        """Let the message through that silences connections, on those that are opened from now on."""
+        os.kill(self._process.pid, signal.SIGUSR2)
+
+    def cut(self) -> None:
+        """Silence the connections that there are before the message."""
+        for pid in self._connections():
+            os.kill(pid, signal.SIGUSR1)
+
+    @property
+    def silent(self) -> int:
+        """How many connections are silent."""
+        return sum(1 for pid in self._connections() if _is_stopped(pid))
+
     def _connections(self) -> list[int]:
         pid = self._process.pid
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -65,7 +97,7 @@ class SilentPath:
         False."""
         for pid in ([self._process.pid] if new_ones else []) + self._connections():
             os.kill(pid, signal.SIGSTOP)
-            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            while not _is_stopped(pid):
                 time.sleep(0.001)
 
     def resume(self) -> None:
@@ -86,12 +118,17 @@ class SilentPath:
         return len(self._connections())
 
 
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 @contextmanager
-def silent_path(dsn: str) -> Iterator[SilentPath]:
-    """Yield a path to the database that works until the test silences it."""
+def silent_path(dsn: str, before: str = "") -> Iterator[SilentPath]:
+    """Yield a path to the database that works until the test silences it, or a connection until it would
+    pass on a message, given by a pattern."""
     given = conninfo_to_dict(dsn)
     process = subprocess.Popen(
-        [sys.executable, "-c", _PROXY, str(given["host"]), str(given["port"])],
+        [sys.executable, "-c", _PROXY, str(given["host"]), str(given["port"]), before],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

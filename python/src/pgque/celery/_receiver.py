@@ -108,6 +108,7 @@ class Receiver:
         self._logs = Logs()
         # Messages of queues that are no longer consumed, and when to check which of them can be released.
         self._cancelled: list[tuple[float, set[str], Callable[[str | None], bool]]] = []
+        self._sessions: set[int] = set()  # of connections that may be lost
         self._outcomes: list[tuple[Batch[Message], int, MessageOutcome]] = []
         self._batches: dict[int, Batch[Message]] = {}
         self._error: BaseException | None = None
@@ -308,6 +309,7 @@ class Receiver:
                 "pgque celery",
                 read_committed=True,
                 command_timeout=self._options.command_timeout,
+                sessions=self._sessions,
             )
         ) as client:
             client.conn.add_notify_handler(lambda notify: self._note(queue_of(notify.channel)))

@@ -60,6 +60,7 @@ class Transport(virtual.Transport):
         self.options = Options.from_given(client.transport_options)
         self.readers: set[str] = set()  # queues of kombu that are no queues of pgque, but readers of logs
         self._calls: PgqueClient | None = None
+        self._sessions: set[int] = set()  # of connections for calls that may be lost
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._receiver: Receiver | None = None
@@ -129,10 +130,13 @@ class Transport(virtual.Transport):
         if self._pid != os.getpid():
             _inherited.append(self._calls)
             self._pid, self._lock, self._calls = os.getpid(), threading.RLock(), None
+            self._sessions = set()
         with self._lock:
             if self._calls is None or not _is_open(self._calls):
                 timeout = self.options.command_timeout
-                self._calls = open_client(self.dsn, "pgque celery calls", command_timeout=timeout)
+                self._calls = open_client(
+                    self.dsn, "pgque celery calls", command_timeout=timeout, sessions=self._sessions
+                )
             yield self._calls
 
     @property

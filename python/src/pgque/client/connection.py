@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import psycopg
 
@@ -17,15 +18,22 @@ from ..integrations import telemetry
 from ..runtime.stopper import AsyncStopper
 from .backoff import first_pause, pauses
 from .client import AsyncPgqueClient
-from .dsn import with_keepalives
+from .dsn import SERVER_KEEPALIVES, with_keepalives
 from .limit import COMMAND_TIMEOUT, AsyncLimitedConnection
 
 # Longest pauses between attempts to reach the database, in seconds; the second after a stop.
 _MAX_PAUSE = 15.0
 _MAX_PAUSE_AFTER_STOP = 1.0
 
-_DEFAULT_ISOLATION = "select pg_catalog.current_setting('default_transaction_isolation')"
+_PREPARE_SESSION = f"select pg_catalog.current_setting('default_transaction_isolation'), {SERVER_KEEPALIVES}"
 _SET_READ_COMMITTED = "set default_transaction_isolation = 'read committed'"
+
+# Behind a pooler no session has the number that the pooler gave its client.
+_END_SESSIONS = (
+    "select pg_catalog.pg_terminate_backend(a.pid) from pg_catalog.pg_stat_activity as a"
+    " where a.pid = any(%s) and a.usename = session_user and a.xact_start is not null"
+    " and a.application_name = pg_catalog.current_setting('application_name')"
+)
 
 
 async def open_client(
@@ -36,10 +44,16 @@ async def open_client(
     decoder: Decoder | None = None,
     read_committed: bool = False,
     command_timeout: float | None = COMMAND_TIMEOUT,
+    sessions: set[int] | None = None,
 ) -> AsyncPgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
     transaction, at the isolation level of the database or, unless it leads through a pooler, READ COMMITTED,
     which calls of workers need.
+
+    `sessions` are those of earlier connections of this name, closed on this side: what the server still has
+    of them in a transaction ends here, and the set becomes that of the new connection. If the network became
+    silent between the statements of a transaction, the server would keep its locks, for which the new
+    connection would wait without end.
     """
     client = await AsyncPgqueClient.connect(
         with_keepalives(dsn, application_name),
@@ -50,24 +64,35 @@ async def open_client(
     )
     if isinstance(client.conn, AsyncLimitedConnection):
         client.conn.command_timeout = command_timeout
-    if read_committed:
-        try:
-            await _set_read_committed(client)
-        except BaseException:
-            await client.close()
-            raise
+    try:
+        await _prepare_session(client, read_committed)
+        if sessions is not None:
+            await _end_sessions(client, sessions)
+    except BaseException:
+        await client.close()
+        raise
     return client
 
 
-async def _set_read_committed(client: AsyncPgqueClient) -> None:
+async def _prepare_session(client: AsyncPgqueClient, read_committed: bool) -> None:
     if not client._is_direct:
-        return  # the setting would stay in a pooler's session
+        return  # the settings would stay in a pooler's session
     try:
-        cursor = await client.conn.execute(_DEFAULT_ISOLATION, prepare=False)
-        if await cursor.fetchone() != ("read committed",):
+        cursor = await client.conn.execute(_PREPARE_SESSION, prepare=False)
+        row = await cursor.fetchone()
+        if read_committed and row is not None and row[0] != "read committed":
             await client.conn.execute(_SET_READ_COMMITTED, prepare=False)
     except psycopg.Error as error:
         raise from_psycopg(error) from error
+
+
+async def _end_sessions(client: AsyncPgqueClient, sessions: set[int]) -> None:
+    ended = list(sessions)  # a handler may add another meanwhile
+    if ended:
+        with suppress(psycopg.Error):  # a server can be set up so that no role may end its own sessions
+            await client.conn.execute(_END_SESSIONS, [ended], prepare=False)
+            sessions.difference_update(ended)
+    sessions.add(client._session)
 
 
 async def open_client_before(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..errors import PgqueBadArgumentError
+
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
 
 # So that a connection which silently died is noticed within half a minute and not after hours.
 _KEEPALIVES = {
@@ -15,6 +19,15 @@ _KEEPALIVES = {
     "keepalives_count": "3",
     "tcp_user_timeout": "30000",
 }
+
+# The same for the server's side: when a client's host is lost, nothing closes its connection. The server
+# would keep the session, and with it the locks of an open transaction, until the system's keepalives notice,
+# mostly after two hours. For a session that is not shared through a pooler.
+SERVER_KEEPALIVES: LiteralString = (
+    "pg_catalog.set_config('tcp_keepalives_idle', '15', false),"
+    " pg_catalog.set_config('tcp_keepalives_interval', '5', false),"
+    " pg_catalog.set_config('tcp_keepalives_count', '3', false)"
+)
 
 
 def given_or_default(dsn: str) -> str:

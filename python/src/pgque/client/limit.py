@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, Connection, capabilities, waiting
@@ -22,6 +22,9 @@ from psycopg.errors import QueryCanceled
 from psycopg.pq import TransactionStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import Row
+
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
 
 RV = TypeVar("RV")
 
@@ -150,6 +153,10 @@ def _for_a_moment(pgconn: PGconn, gen: PQGen[RV]) -> PQGen[RV]:
         return result
     raise NoAnswerError("the server has not answered a request to cancel")
 
+
+# Has the server end a transaction whose next statement does not come. For those whose statements follow
+# one another at once: else the session of a silent network would keep its locks.
+END_WHEN_SILENT: LiteralString = "pg_catalog.set_config('idle_in_transaction_session_timeout', '30s', true)"
 
 # Has the server end a statement whose client has closed its connection, as PostgreSQL can on Linux.
 _END_WITH_CLIENT = "set client_connection_check_interval = '5s'"

@@ -21,7 +21,7 @@ import psycopg
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
-from psycopg.rows import args_row
+from psycopg.rows import args_row, scalar_row
 
 from ..client.dsn import with_keepalives
 from ..client.limit import COMMAND_TIMEOUT, check_command_timeout
@@ -44,6 +44,7 @@ _MAX_SHARE = 0.1
 
 # Seconds after which the server ends a read, before the client gives it up.
 _TIMEOUT = 25
+_SET_TIMEOUT = "select set_config('statement_timeout', %s, true)"
 
 # Seconds that `close` waits for a read that runs.
 _CLOSE_TIMEOUT = 1.0
@@ -160,9 +161,13 @@ def _read(conn: psycopg.Connection[object]) -> list[Family]:
     between. Raises psycopg.Error."""
     at, began = time.time(), time.monotonic()
     with conn.transaction():
-        conn.execute("select set_config('statement_timeout', %s, true)", [f"{_TIMEOUT}s"], prepare=False)
+        with conn.cursor(row_factory=scalar_row) as cursor:
+            before = cursor.execute("show statement_timeout", prepare=False).fetchone()
+        conn.execute(_SET_TIMEOUT, [f"{_TIMEOUT}s"], prepare=False)
         with conn.cursor(row_factory=args_row(_Figure)) as cursor:
             figures = cursor.execute(file("figures.sql").encode(), prepare=False).fetchall()
+        # A released savepoint would leave it to the caller's transaction.
+        conn.execute(_SET_TIMEOUT, [before], prepare=False)
     took = time.monotonic() - began
     figures += [
         _Figure("pgque_up", "", "", "", 1),

@@ -217,6 +217,7 @@ class AsyncRuntime:
         self._takes_batches = False
         self._has_prefetch = prefetch is not None or max_messages is not None
         self._is_ahead = False  # whether it receives messages before a handler is free for them
+        self._sessions: set[int] = set()  # of connections that may be lost
         self._batches: dict[int, Batch[Message]] = {}
         # Written by the threads or tasks that run handlers, read by the session only. None needs no report.
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
@@ -600,9 +601,10 @@ class AsyncRuntime:
 
     async def _connect(self, stopper: AsyncStopper, seconds: float) -> AsyncPgqueClient:
         """Connect. Raises HandlerInterrupted if that takes longer than some seconds after a stop."""
-        return await open_client_before(stopper, seconds, partial(self._open, read_committed=True))
+        opening = partial(self._open, read_committed=True, sessions=self._sessions)
+        return await open_client_before(stopper, seconds, opening)
 
-    async def _open(self, read_committed: bool = False) -> AsyncPgqueClient:
+    async def _open(self, read_committed: bool = False, sessions: set[int] | None = None) -> AsyncPgqueClient:
         """Connect; for handlers at the isolation level of their database."""
         return await open_client(
             self.dsn,
@@ -611,6 +613,7 @@ class AsyncRuntime:
             decoder=self.decoder,
             read_committed=read_committed,
             command_timeout=self.command_timeout,
+            sessions=sessions,
         )
 
     def _time_after_stop(self) -> float:

@@ -69,6 +69,7 @@ class Owner(Protocol):
     consumer: str
     shutdown_timeout: float
     _stopper: AsyncStopper
+    _sessions: set[int]
 
     def _find(self, message: Message) -> Registered | None:
         """Return the handler of a message."""
@@ -204,6 +205,7 @@ class AsyncTransactions:
 
     async def _give_back(self, client: AsyncPgqueClient) -> None:
         if self._is_closed or client.conn.info.transaction_status is not TransactionStatus.IDLE:
+            self._owner._sessions.add(client._session)  # the server may not get to know that it is closed
             await client.close()
         elif not client.conn.closed:
             self._idle.append(client)

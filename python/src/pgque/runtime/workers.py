@@ -151,6 +151,7 @@ class AsyncWorkQueue:
         self.command_timeout = command_timeout
         self._make_message: Callable[..., AsyncWorkMessage] = message_maker(AsyncWorkMessage, decoder)
         self._client: AsyncPgqueClient | None = None
+        self._sessions: set[int] = set()  # of connections that may be lost
         self._listening: AsyncPgqueClient | None = None
         self._notified = False
         self._stopper = AsyncStopper()
@@ -354,6 +355,7 @@ class AsyncWorkQueue:
                 encoder=self.encoder,
                 read_committed=True,
                 command_timeout=self.command_timeout,
+                sessions=self._sessions,
             )
         return self._client
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
+from ..client.dsn import SERVER_KEEPALIVES
 from ..errors import (
     PgqueBadArgumentError,
     PgqueError,
@@ -41,14 +42,6 @@ log = logging.getLogger("pgque.spark")
 _MAX_TRIGGER_DELAY = 900.0
 # How long a new stream waits for its predecessor's connection to end.
 _PREDECESSOR_TIMEOUT = 5.0
-# When the driver's host is lost, nothing closes its connection. The server would keep the session, and with
-# it the consumer's lock, until the system's keepalives notice, mostly after two hours; all that time a
-# restarted query would fail with PQ006.
-_KEEPALIVES = (
-    "select set_config('tcp_keepalives_idle', '15', false),"
-    " set_config('tcp_keepalives_interval', '5', false),"
-    " set_config('tcp_keepalives_count', '3', false)"
-)
 # Of each queue
 Ticks: TypeAlias = dict[str, int]
 # The most messages and ticks in a micro-batch
@@ -519,7 +512,9 @@ class _Driver:
         deadline = time.monotonic() + _PREDECESSOR_TIMEOUT
         try:
             with _connect.errors(self._options.queue):
-                conn.execute(_KEEPALIVES)
+                # Else a restarted query would fail with PQ006 until the server has noticed that the driver's
+                # host is lost, since the session has the consumer's lock.
+                conn.execute(f"select {SERVER_KEEPALIVES}")
                 # A pattern is looked up once: a queue that is new joins when the query is started again.
                 queues = list(self._streams) or _queues(conn, self._options)
             for queue in queues:

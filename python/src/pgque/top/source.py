@@ -14,6 +14,7 @@ from psycopg.rows import dict_row
 
 from ..client.client import AsyncPgqueClient
 from ..client.connection import open_client
+from ..client.limit import END_WHEN_SILENT
 from ..errors import PgqueConnectionError, PgqueError, from_psycopg
 from ..ops.overview import (
     MOST,
@@ -38,8 +39,8 @@ T = TypeVar("T")
 # The settings of one transaction. A setting of the session would stay with a pooler's session, where it would
 # refuse other clients' sends.
 SETTINGS_QUERY: LiteralString = (
-    "select pg_catalog.set_config('statement_timeout', %(timeout)s, true), case when %(only)s"
-    " then pg_catalog.set_config('transaction_read_only', 'on', true) end"
+    f"select {END_WHEN_SILENT}, pg_catalog.set_config('statement_timeout', %(timeout)s, true),"
+    " case when %(only)s then pg_catalog.set_config('transaction_read_only', 'on', true) end"
 )
 # A requeue by reason takes the dead letters of all consumers, so their counts are added up.
 REASONS_QUERY: LiteralString = (

@@ -218,6 +218,7 @@ class Runtime:
         self._takes_batches = False
         self._has_prefetch = prefetch is not None or max_messages is not None
         self._is_ahead = False  # whether it receives messages before a handler is free for them
+        self._sessions: set[int] = set()  # of connections that may be lost
         self._batches: dict[int, Batch[Message]] = {}
         # Written by the threads or tasks that run handlers, read by the session only. None needs no report.
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
@@ -601,9 +602,10 @@ class Runtime:
 
     def _connect(self, stopper: Stopper, seconds: float) -> PgqueClient:
         """Connect. Raises HandlerInterrupted if that takes longer than some seconds after a stop."""
-        return open_client_before(stopper, seconds, partial(self._open, read_committed=True))
+        opening = partial(self._open, read_committed=True, sessions=self._sessions)
+        return open_client_before(stopper, seconds, opening)
 
-    def _open(self, read_committed: bool = False) -> PgqueClient:
+    def _open(self, read_committed: bool = False, sessions: set[int] | None = None) -> PgqueClient:
         """Connect; for handlers at the isolation level of their database."""
         return open_client(
             self.dsn,
@@ -612,6 +614,7 @@ class Runtime:
             decoder=self.decoder,
             read_committed=read_committed,
             command_timeout=self.command_timeout,
+            sessions=sessions,
         )
 
     def _time_after_stop(self) -> float:

@@ -70,6 +70,7 @@ class Owner(Protocol):
     consumer: str
     shutdown_timeout: float
     _stopper: Stopper
+    _sessions: set[int]
 
     def _find(self, message: Message) -> Registered | None:
         """Return the handler of a message."""
@@ -205,6 +206,7 @@ class Transactions:
 
     def _give_back(self, client: PgqueClient) -> None:
         if self._is_closed or client.conn.info.transaction_status is not TransactionStatus.IDLE:
+            self._owner._sessions.add(client._session)  # the server may not get to know that it is closed
             client.close()
         elif not client.conn.closed:
             self._idle.append(client)

@@ -152,6 +152,7 @@ class WorkQueue:
         self.command_timeout = command_timeout
         self._make_message: Callable[..., WorkMessage] = message_maker(WorkMessage, decoder)
         self._client: PgqueClient | None = None
+        self._sessions: set[int] = set()  # of connections that may be lost
         self._listening: PgqueClient | None = None
         self._notified = False
         self._stopper = Stopper()
@@ -355,6 +356,7 @@ class WorkQueue:
                 encoder=self.encoder,
                 read_committed=True,
                 command_timeout=self.command_timeout,
+                sessions=self._sessions,
             )
         return self._client
 

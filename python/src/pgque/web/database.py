@@ -18,7 +18,7 @@ from psycopg.pq import ConnStatus, TransactionStatus
 from psycopg.rows import DictRow, dict_row
 
 from ..client.dsn import with_keepalives
-from ..client.limit import COMMAND_TIMEOUT, LimitedConnection, within
+from ..client.limit import COMMAND_TIMEOUT, END_WHEN_SILENT, LimitedConnection, within
 from ..errors import PgqueConnectionError
 from .config import Database
 
@@ -32,7 +32,8 @@ log = logging.getLogger("pgque.web")
 # off: the planner expects many rows of functions and of tables that were never analyzed. It would compile the
 # page's queries, which takes longer than they do.
 _SETTINGS = (
-    "select pg_catalog.set_config('jit', 'off', true), pg_catalog.set_config('statement_timeout', %s, true),"
+    f"select pg_catalog.set_config('jit', 'off', true), {END_WHEN_SILENT},"
+    " pg_catalog.set_config('statement_timeout', %s, true),"
     " case when %s then pg_catalog.set_config('transaction_read_only', 'on', true) end"
 )
 
