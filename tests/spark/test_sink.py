@@ -21,6 +21,7 @@ from conftest import Role
 from pgque.errors import PgqueBadArgumentError, PgqueConsumerNotFoundError, PgqueSinkEpochError
 from sql.helpers import Connection, forced_tick, payloads, receive, rows, send, send_many, subscribe, value
 from support import pgbouncer
+from support.silent import COMMIT, silent_path
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -633,6 +634,25 @@ def pipe(
 
 def one_to(count: int) -> Counter[str | None]:
     return Counter(str(n) for n in range(1, count + 1))
+
+
+def test_a_network_that_goes_silent_has_no_place_between_a_commit_of_the_sink_and_its_end(
+    writer: Role, conn: Connection, queue: str
+) -> None:
+    """As a session that waits for its client there would keep the sink's lock."""
+    from pyspark.sql.types import StringType, StructField, StructType
+
+    from pgque.spark import options
+    from pgque.spark.sink import PgqueWriter
+
+    schema = StructType([StructField("payload", StringType())])
+    sink = f"sink_{queue}"
+    with silent_path(writer.dsn, before=COMMIT) as path:
+        parsed = options.parse({"url": path.dsn, "queue": queue}, options.BATCH_WRITE)
+        task = PgqueWriter(parsed, schema, overwrite=False)
+        assert task._commit_once(None, [sink, 1, [], 0]) == "applied"
+        assert path.silent == 0
+    assert value(conn, "select pgque.sink_commit(%s, 1, '{}', 0)", sink) == "duplicate"
 
 
 def test_a_micro_batch_waits_for_room_and_is_sent_once(pipe: Pipe, conn: Connection, dsn: str) -> None:

@@ -30,9 +30,9 @@ def name(parsed: Options) -> str:
     return f"pgque-spark/{parsed.queue or 'queues'}/sink"
 
 
-def session(parsed: Options) -> _connect.Connection:
+def session(parsed: Options, *, autocommit: bool = False) -> _connect.Connection:
     """Open a connection of a sink."""
-    return _connect.connect(parsed.connection, name(parsed))
+    return _connect.connect(parsed.connection, name(parsed), autocommit=autocommit)
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,9 @@ class _Writer:
         with (
             _connect.of(server),
             _connect.errors(self._options.queue),
-            session(self._options.at(server)) as conn,
+            # One statement is one packet. A network that became silent before a commit of its own would leave
+            # a session with the sink's lock, for which the next attempt would wait.
+            session(self._options.at(server), autocommit=True) as conn,
         ):
             done = conn.execute(f"select pgque.sink_commit({values})".encode(), arguments)
             return str(_connect.one(done)[0])
