@@ -20,10 +20,11 @@ from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 
 import pgque
-from conftest import Role
+from conftest import Role, Roles
 from pgque import exporter
 from pgque.client.limit import LimitedConnection, NoAnswerError
 from pgque.ops import ticker
+from pgque.twins.connection import open_client
 from pgque.web import database
 from support.processes import ended
 from support.servers import TestServer
@@ -207,15 +208,18 @@ def test_a_change_on_the_page_that_the_network_cut_off_does_not_keep_its_locks(
         client.admin.resume(queue)  # which waits for its lock
 
 
+def over_tcp(server: TestServer, role: Role) -> str:
+    return role.dsn if server.process is None else make_conninfo(role.dsn, host="127.0.0.1")
+
+
 @pytest.mark.parametrize("kind", [pgque.Worker, pgque.Consumer])
 def test_the_server_is_soon_to_notice_that_the_host_of_a_handler_is_lost(
     kind: Any, server: TestServer, reader: Role, queue: str, client: pgque.PgqueClient, tick: Tick
 ) -> None:
-    host = reader.dsn if server.process is None else make_conninfo(reader.dsn, host="127.0.0.1")
     client.subscribe(queue, "c")
     client.send(queue, "1")
     tick(queue)
-    worker = kind(host, queue=queue, consumer="c", transactional=True)
+    worker = kind(over_tcp(server, reader), queue=queue, consumer="c", transactional=True)
     seconds: list[int] = []
 
     def ask(message: pgque.Message, conn: Connection) -> None:
@@ -232,13 +236,47 @@ def test_the_server_is_soon_to_notice_that_the_host_of_a_handler_is_lost(
     assert 0 < seconds[0] <= 30
 
 
+def test_limits_that_a_role_has_set_stay(server: TestServer, reader: Role, conn: Connection) -> None:
+    for setting in ("tcp_keepalives_idle = 300", "idle_in_transaction_session_timeout = '5s'"):
+        conn.execute(f"alter role {reader.name} set {setting}".encode())
+    with open_client(over_tcp(server, reader), "limits") as client:
+        found = [
+            client.conn.execute(f"show tcp_keepalives_{name}".encode()).fetchone()
+            for name in ("idle", "interval")
+        ]
+        assert found == [("300",), ("5",)]
+    with LimitedConnection.connect(reader.dsn, autocommit=True, row_factory=dict_row) as own:
+        (row,) = database.Connection(own, LIMIT, False).execute("show idle_in_transaction_session_timeout")
+    assert list(row.values()) == ["5s"]
+
+
+def test_a_session_that_has_the_process_id_of_an_earlier_one_is_not_ended(dsn: str) -> None:
+    with psycopg.connect(dsn, application_name="same") as healthy:
+        healthy.execute("select 1")
+        sessions = {(healthy.info.backend_pid, "0.5")}
+        with open_client(dsn, "same", sessions=sessions) as client:
+            assert sessions == {client._session}
+        healthy.execute("select 1")
+
+
+@pytest.fixture(params=["", "set role"])
+def consumer_dsn(request: pytest.FixtureRequest, roles: Roles, reader: Role, conn: Connection) -> str:
+    """A connection string of a role, or of one whose sessions are another role's."""
+    if not request.param:
+        return reader.dsn
+    one = roles()
+    conn.execute(f"grant {reader.name} to {one.name}".encode())
+    conn.execute(f"alter role {one.name} set role = {reader.name}".encode())
+    return one.dsn
+
+
 def test_a_work_queue_reports_again_what_the_network_cut_off(
-    dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick
+    consumer_dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick
 ) -> None:
     client.subscribe(queue, "c")
     client.send(queue, "1")
     tick(queue)
-    with silent_path(dsn, before=SYNC) as path:
+    with silent_path(consumer_dsn, before=SYNC) as path:
         path.let_through()
         with pgque.WorkQueue(path.dsn, queue, consumer="c", command_timeout=1) as work:
             for message in work.messages():

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from psycopg import sql
 
+from ..client.direct import Session
 from ..client.statements import MAX_BYTES
 from ..codec import encode
 from ..errors import PgqueError
@@ -108,7 +109,7 @@ class Receiver:
         self._logs = Logs()
         # Messages of queues that are no longer consumed, and when to check which of them can be released.
         self._cancelled: list[tuple[float, set[str], Callable[[str | None], bool]]] = []
-        self._sessions: set[int] = set()  # of connections that may be lost
+        self._sessions: set[Session] = set()  # of connections that may be lost
         self._outcomes: list[tuple[Batch[Message], int, MessageOutcome]] = []
         self._batches: dict[int, Batch[Message]] = {}
         self._error: BaseException | None = None

@@ -13,6 +13,7 @@ import psycopg
 from kombu.transport import virtual
 from kombu.transport.virtual.exchange import STANDARD_EXCHANGE_TYPES
 
+from ..client.direct import Session
 from ..errors import PgqueBadArgumentError, PgqueConnectionError, PgqueError
 from ..twins.client import PgqueClient
 from ..twins.connection import open_client
@@ -60,7 +61,7 @@ class Transport(virtual.Transport):
         self.options = Options.from_given(client.transport_options)
         self.readers: set[str] = set()  # queues of kombu that are no queues of pgque, but readers of logs
         self._calls: PgqueClient | None = None
-        self._sessions: set[int] = set()  # of connections for calls that may be lost
+        self._sessions: set[Session] = set()  # of connections for calls that may be lost
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._receiver: Receiver | None = None

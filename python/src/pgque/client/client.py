@@ -36,6 +36,7 @@ from .admin import AsyncAdmin
 from .archived import AsyncArchived
 from .calling import AsyncCalling
 from .consumers import AsyncConsumers
+from .direct import Session
 from .dlq import AsyncDlq
 from .dsn import with_keepalives
 from .flat import AsyncFlat
@@ -88,7 +89,7 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
         check_functions(encoder=encoder, decoder=decoder)
         self._conn = conn
         self._owned = False
-        self._session = 0  # of the server, where the client has opened the connection
+        self._session: Session | None = None  # of the server, if this connection has it alone
         self._command_timeout: float | None = None
         self._encoder = encoder
         self._make_message: Callable[..., Message] = message_maker(Message, decoder)
@@ -118,7 +119,6 @@ class AsyncPgqueClient(AsyncCalling, AsyncFlat):
             raise from_psycopg(error) from error
         client = cls(conn, encoder=encoder, decoder=decoder)
         client._owned = True
-        client._session = conn.info.backend_pid
         client._command_timeout = command_timeout
         try:
             await client._ensure_version()

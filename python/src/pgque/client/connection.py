@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 
@@ -18,21 +19,31 @@ from ..integrations import telemetry
 from ..runtime.stopper import AsyncStopper
 from .backoff import first_pause, pauses
 from .client import AsyncPgqueClient
+from .direct import Session
 from .dsn import SERVER_KEEPALIVES, with_keepalives
 from .limit import COMMAND_TIMEOUT, AsyncLimitedConnection
+
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
+
+log = logging.getLogger("pgque.connection")
 
 # Longest pauses between attempts to reach the database, in seconds; the second after a stop.
 _MAX_PAUSE = 15.0
 _MAX_PAUSE_AFTER_STOP = 1.0
 
-_PREPARE_SESSION = f"select pg_catalog.current_setting('default_transaction_isolation'), {SERVER_KEEPALIVES}"
+_SESSION: LiteralString = (
+    "select a.pid, extract(epoch from a.backend_start)::text"
+    " from pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid()) as a"
+)
+_DEFAULT_ISOLATION: LiteralString = "select pg_catalog.current_setting('default_transaction_isolation')"
 _SET_READ_COMMITTED = "set default_transaction_isolation = 'read committed'"
 
-# Behind a pooler no session has the number that the pooler gave its client.
 _END_SESSIONS = (
-    "select pg_catalog.pg_terminate_backend(a.pid) from pg_catalog.pg_stat_activity as a"
-    " where a.pid = any(%s) and a.usename = session_user and a.xact_start is not null"
-    " and a.application_name = pg_catalog.current_setting('application_name')"
+    "select pg_catalog.pg_terminate_backend(s.pid)"
+    " from unnest(%s::int[], %s::text[]) as s (pid, start),"
+    " pg_catalog.pg_stat_get_activity(s.pid) as a"
+    " where extract(epoch from a.backend_start)::text = s.start and a.xact_start is not null"
 )
 
 
@@ -44,14 +55,14 @@ async def open_client(
     decoder: Decoder | None = None,
     read_committed: bool = False,
     command_timeout: float | None = COMMAND_TIMEOUT,
-    sessions: set[int] | None = None,
+    sessions: set[Session] | None = None,
 ) -> AsyncPgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
     transaction, at the isolation level of the database or, unless it leads through a pooler, READ COMMITTED,
     which calls of workers need.
 
-    `sessions` are those of earlier connections of this name, closed on this side: what the server still has
-    of them in a transaction ends here, and the set becomes that of the new connection. If the network became
+    `sessions` are those of earlier connections, closed on this side: what the server still has of them in a
+    transaction ends here, and the set becomes that of the new connection. If the network became
     silent between the statements of a transaction, the server would keep its locks, for which the new
     connection would wait without end.
     """
@@ -65,34 +76,67 @@ async def open_client(
     if isinstance(client.conn, AsyncLimitedConnection):
         client.conn.command_timeout = command_timeout
     try:
-        await _prepare_session(client, read_committed)
+        client._session = await _session_of(client)
+        if client._is_direct:  # else the settings would stay in a pooler's session
+            await _set_up(client, read_committed)
         if sessions is not None:
             await _end_sessions(client, sessions)
+    except psycopg.Error as error:
+        await client.close()
+        raise from_psycopg(error) from error
     except BaseException:
         await client.close()
         raise
     return client
 
 
-async def _prepare_session(client: AsyncPgqueClient, read_committed: bool) -> None:
-    if not client._is_direct:
-        return  # the settings would stay in a pooler's session
+async def _set_up(client: AsyncPgqueClient, read_committed: bool) -> None:
+    await client.conn.execute(SERVER_KEEPALIVES, prepare=False)
+    if read_committed and await _one(client, _DEFAULT_ISOLATION) != ("read committed",):
+        await client.conn.execute(_SET_READ_COMMITTED, prepare=False)
+
+
+async def _session_of(client: AsyncPgqueClient) -> Session | None:
+    """Return the session that a connection leads to; None for a pooler's, which gives its clients numbers of
+    its own, and where the role may not know."""
     try:
-        cursor = await client.conn.execute(_PREPARE_SESSION, prepare=False)
-        row = await cursor.fetchone()
-        if read_committed and row is not None and row[0] != "read committed":
-            await client.conn.execute(_SET_READ_COMMITTED, prepare=False)
-    except psycopg.Error as error:
-        raise from_psycopg(error) from error
+        pid, start = await _one(client, _SESSION)
+        if pid != client.conn.info.backend_pid:
+            return None
+        if start is None:
+            async with _own_role(client):
+                _, start = await _one(client, _SESSION)
+    except psycopg.errors.InsufficientPrivilege:
+        return None
+    return pid, start
 
 
-async def _end_sessions(client: AsyncPgqueClient, sessions: set[int]) -> None:
+async def _one(client: AsyncPgqueClient, query: LiteralString) -> Any:
+    cursor = await client.conn.execute(query, prepare=False)
+    return await cursor.fetchone()
+
+
+@asynccontextmanager
+async def _own_role(client: AsyncPgqueClient) -> AsyncIterator[None]:
+    """Run the block in a transaction as the role that logged in. A role that was set since may see nothing of
+    its sessions."""
+    async with client.conn.transaction():
+        await client.conn.execute("set local role none", prepare=False)
+        yield
+
+
+async def _end_sessions(client: AsyncPgqueClient, sessions: set[Session]) -> None:
     ended = list(sessions)  # a handler may add another meanwhile
     if ended:
-        with suppress(psycopg.Error):  # a server can be set up so that no role may end its own sessions
-            await client.conn.execute(_END_SESSIONS, [ended], prepare=False)
+        pids, starts = zip(*ended, strict=True)
+        try:
+            async with _own_role(client):
+                await client.conn.execute(_END_SESSIONS, [list(pids), list(starts)], prepare=False)
             sessions.difference_update(ended)
-    sessions.add(client._session)
+        except psycopg.Error as error:  # a server can be set up so that no role may end its own sessions
+            log.warning("sessions %s may be left with their locks: %s", pids, one_line(from_psycopg(error)))
+    if client._session is not None:
+        sessions.add(client._session)
 
 
 async def open_client_before(

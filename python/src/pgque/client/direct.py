@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import TypeAlias
 
 from psycopg import AsyncConnection, Connection
 
 # Process id and client port of the session that answers. The port is null for a Unix socket.
 ANSWERS = "pg_catalog.pg_backend_pid(), pg_catalog.inet_client_port()"
+
+# Of the server: its process id, and when it began, since ids are used again. Where a server's container is
+# started again, they are so at once.
+Session: TypeAlias = tuple[int, str]
 
 
 def is_direct(conn: Connection[object] | AsyncConnection[object], pid: object, port: object) -> bool:

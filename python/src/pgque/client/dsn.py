@@ -22,11 +22,12 @@ _KEEPALIVES = {
 
 # The same for the server's side: when a client's host is lost, nothing closes its connection. The server
 # would keep the session, and with it the locks of an open transaction, until the system's keepalives notice,
-# mostly after two hours. For a session that is not shared through a pooler.
+# mostly after two hours. For a session that is not shared through a pooler. What is set elsewhere stays.
 SERVER_KEEPALIVES: LiteralString = (
-    "pg_catalog.set_config('tcp_keepalives_idle', '15', false),"
-    " pg_catalog.set_config('tcp_keepalives_interval', '5', false),"
-    " pg_catalog.set_config('tcp_keepalives_count', '3', false)"
+    "select pg_catalog.set_config(k.name, k.value, false)"
+    " from (values ('tcp_keepalives_idle', '15'), ('tcp_keepalives_interval', '5'),"
+    " ('tcp_keepalives_count', '3')) as k (name, value)"
+    " join pg_catalog.pg_settings as s on s.name = k.name and s.source = 'default'"
 )
 
 

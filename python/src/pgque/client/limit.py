@@ -156,7 +156,11 @@ def _for_a_moment(pgconn: PGconn, gen: PQGen[RV]) -> PQGen[RV]:
 
 # Has the server end a transaction whose next statement does not come. For those whose statements follow
 # one another at once: else the session of a silent network would keep its locks.
-END_WHEN_SILENT: LiteralString = "pg_catalog.set_config('idle_in_transaction_session_timeout', '30s', true)"
+END_WHEN_SILENT: LiteralString = (
+    "case when pg_catalog.current_setting('idle_in_transaction_session_timeout')::interval"
+    " not between '1 ms' and '30 s'"
+    " then pg_catalog.set_config('idle_in_transaction_session_timeout', '30s', true) end"
+)
 
 # Has the server end a statement whose client has closed its connection, as PostgreSQL can on Linux.
 _END_WITH_CLIENT = "set client_connection_check_interval = '5s'"

@@ -16,6 +16,7 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 
 from ..client.backoff import pauses
 from ..client.client import AsyncPgqueClient
+from ..client.direct import Session
 from ..client.limit import within
 from ..errors import PgqueError, described, from_psycopg, one_line, pooler_error
 from ..integrations import telemetry
@@ -69,7 +70,7 @@ class Owner(Protocol):
     consumer: str
     shutdown_timeout: float
     _stopper: AsyncStopper
-    _sessions: set[int]
+    _sessions: set[Session]
 
     def _find(self, message: Message) -> Registered | None:
         """Return the handler of a message."""
@@ -205,7 +206,8 @@ class AsyncTransactions:
 
     async def _give_back(self, client: AsyncPgqueClient) -> None:
         if self._is_closed or client.conn.info.transaction_status is not TransactionStatus.IDLE:
-            self._owner._sessions.add(client._session)  # the server may not get to know that it is closed
+            if client._session is not None:
+                self._owner._sessions.add(client._session)  # the server may not get to know that it is closed
             await client.close()
         elif not client.conn.closed:
             self._idle.append(client)

@@ -18,6 +18,7 @@ import psycopg
 
 from ..client.client import AsyncPgqueClient
 from ..client.connection import open_client
+from ..client.direct import Session
 from ..client.limit import COMMAND_TIMEOUT, check_command_timeout
 from ..client.renamed import renamed
 from ..client.statements import MAX_BYTES
@@ -151,7 +152,7 @@ class AsyncWorkQueue:
         self.command_timeout = command_timeout
         self._make_message: Callable[..., AsyncWorkMessage] = message_maker(AsyncWorkMessage, decoder)
         self._client: AsyncPgqueClient | None = None
-        self._sessions: set[int] = set()  # of connections that may be lost
+        self._sessions: set[Session] = set()  # of connections that may be lost
         self._listening: AsyncPgqueClient | None = None
         self._notified = False
         self._stopper = AsyncStopper()

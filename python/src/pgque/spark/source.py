@@ -514,7 +514,7 @@ class _Driver:
             with _connect.errors(self._options.queue):
                 # Else a restarted query would fail with PQ006 until the server has noticed that the driver's
                 # host is lost, since the session has the consumer's lock.
-                conn.execute(f"select {SERVER_KEEPALIVES}")
+                conn.execute(SERVER_KEEPALIVES)
                 # A pattern is looked up once: a queue that is new joins when the query is started again.
                 queues = list(self._streams) or _queues(conn, self._options)
             for queue in queues:

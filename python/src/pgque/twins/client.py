@@ -37,6 +37,7 @@ from .admin import Admin
 from .archived import Archived
 from .calling import Calling
 from .consumers import Consumers
+from ..client.direct import Session
 from .dlq import Dlq
 from ..client.dsn import with_keepalives
 from .flat import Flat
@@ -89,7 +90,7 @@ class PgqueClient(Calling, Flat):
         check_functions(encoder=encoder, decoder=decoder)
         self._conn = conn
         self._owned = False
-        self._session = 0  # of the server, where the client has opened the connection
+        self._session: Session | None = None  # of the server, if this connection has it alone
         self._command_timeout: float | None = None
         self._encoder = encoder
         self._make_message: Callable[..., Message] = message_maker(Message, decoder)
@@ -119,7 +120,6 @@ class PgqueClient(Calling, Flat):
             raise from_psycopg(error) from error
         client = cls(conn, encoder=encoder, decoder=decoder)
         client._owned = True
-        client._session = conn.info.backend_pid
         client._command_timeout = command_timeout
         try:
             client._ensure_version()

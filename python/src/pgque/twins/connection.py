@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator, Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 
@@ -19,21 +20,31 @@ from ..integrations import telemetry
 from ..runtime.stopper import Stopper
 from ..client.backoff import first_pause, pauses
 from .client import PgqueClient
+from ..client.direct import Session
 from ..client.dsn import SERVER_KEEPALIVES, with_keepalives
 from ..client.limit import COMMAND_TIMEOUT, LimitedConnection
+
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
+
+log = logging.getLogger("pgque.connection")
 
 # Longest pauses between attempts to reach the database, in seconds; the second after a stop.
 _MAX_PAUSE = 15.0
 _MAX_PAUSE_AFTER_STOP = 1.0
 
-_PREPARE_SESSION = f"select pg_catalog.current_setting('default_transaction_isolation'), {SERVER_KEEPALIVES}"
+_SESSION: LiteralString = (
+    "select a.pid, extract(epoch from a.backend_start)::text"
+    " from pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid()) as a"
+)
+_DEFAULT_ISOLATION: LiteralString = "select pg_catalog.current_setting('default_transaction_isolation')"
 _SET_READ_COMMITTED = "set default_transaction_isolation = 'read committed'"
 
-# Behind a pooler no session has the number that the pooler gave its client.
 _END_SESSIONS = (
-    "select pg_catalog.pg_terminate_backend(a.pid) from pg_catalog.pg_stat_activity as a"
-    " where a.pid = any(%s) and a.usename = session_user and a.xact_start is not null"
-    " and a.application_name = pg_catalog.current_setting('application_name')"
+    "select pg_catalog.pg_terminate_backend(s.pid)"
+    " from unnest(%s::int[], %s::text[]) as s (pid, start),"
+    " pg_catalog.pg_stat_get_activity(s.pid) as a"
+    " where extract(epoch from a.backend_start)::text = s.start and a.xact_start is not null"
 )
 
 
@@ -45,14 +56,14 @@ def open_client(
     decoder: Decoder | None = None,
     read_committed: bool = False,
     command_timeout: float | None = COMMAND_TIMEOUT,
-    sessions: set[int] | None = None,
+    sessions: set[Session] | None = None,
 ) -> PgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
     transaction, at the isolation level of the database or, unless it leads through a pooler, READ COMMITTED,
     which calls of workers need.
 
-    `sessions` are those of earlier connections of this name, closed on this side: what the server still has
-    of them in a transaction ends here, and the set becomes that of the new connection. If the network became
+    `sessions` are those of earlier connections, closed on this side: what the server still has of them in a
+    transaction ends here, and the set becomes that of the new connection. If the network became
     silent between the statements of a transaction, the server would keep its locks, for which the new
     connection would wait without end.
     """
@@ -66,34 +77,67 @@ def open_client(
     if isinstance(client.conn, LimitedConnection):
         client.conn.command_timeout = command_timeout
     try:
-        _prepare_session(client, read_committed)
+        client._session = _session_of(client)
+        if client._is_direct:  # else the settings would stay in a pooler's session
+            _set_up(client, read_committed)
         if sessions is not None:
             _end_sessions(client, sessions)
+    except psycopg.Error as error:
+        client.close()
+        raise from_psycopg(error) from error
     except BaseException:
         client.close()
         raise
     return client
 
 
-def _prepare_session(client: PgqueClient, read_committed: bool) -> None:
-    if not client._is_direct:
-        return  # the settings would stay in a pooler's session
+def _set_up(client: PgqueClient, read_committed: bool) -> None:
+    client.conn.execute(SERVER_KEEPALIVES, prepare=False)
+    if read_committed and _one(client, _DEFAULT_ISOLATION) != ("read committed",):
+        client.conn.execute(_SET_READ_COMMITTED, prepare=False)
+
+
+def _session_of(client: PgqueClient) -> Session | None:
+    """Return the session that a connection leads to; None for a pooler's, which gives its clients numbers of
+    its own, and where the role may not know."""
     try:
-        cursor = client.conn.execute(_PREPARE_SESSION, prepare=False)
-        row = cursor.fetchone()
-        if read_committed and row is not None and row[0] != "read committed":
-            client.conn.execute(_SET_READ_COMMITTED, prepare=False)
-    except psycopg.Error as error:
-        raise from_psycopg(error) from error
+        pid, start = _one(client, _SESSION)
+        if pid != client.conn.info.backend_pid:
+            return None
+        if start is None:
+            with _own_role(client):
+                _, start = _one(client, _SESSION)
+    except psycopg.errors.InsufficientPrivilege:
+        return None
+    return pid, start
 
 
-def _end_sessions(client: PgqueClient, sessions: set[int]) -> None:
+def _one(client: PgqueClient, query: LiteralString) -> Any:
+    cursor = client.conn.execute(query, prepare=False)
+    return cursor.fetchone()
+
+
+@contextmanager
+def _own_role(client: PgqueClient) -> Iterator[None]:
+    """Run the block in a transaction as the role that logged in. A role that was set since may see nothing of
+    its sessions."""
+    with client.conn.transaction():
+        client.conn.execute("set local role none", prepare=False)
+        yield
+
+
+def _end_sessions(client: PgqueClient, sessions: set[Session]) -> None:
     ended = list(sessions)  # a handler may add another meanwhile
     if ended:
-        with suppress(psycopg.Error):  # a server can be set up so that no role may end its own sessions
-            client.conn.execute(_END_SESSIONS, [ended], prepare=False)
+        pids, starts = zip(*ended, strict=True)
+        try:
+            with _own_role(client):
+                client.conn.execute(_END_SESSIONS, [list(pids), list(starts)], prepare=False)
             sessions.difference_update(ended)
-    sessions.add(client._session)
+        except psycopg.Error as error:  # a server can be set up so that no role may end its own sessions
+            log.warning("sessions %s may be left with their locks: %s", pids, one_line(from_psycopg(error)))
+    if client._session is not None:
+        sessions.add(client._session)
 
 
 def open_client_before(

@@ -27,6 +27,7 @@ from psycopg import Connection
 
 from .client import PgqueClient
 from .connection import Progress, keep_connected, open_client, open_client_before
+from ..client.direct import Session
 from ..client.limit import check_command_timeout
 from ..codec import encode, payloads
 from ..codec.json import Encoder
@@ -218,7 +219,7 @@ class Runtime:
         self._takes_batches = False
         self._has_prefetch = prefetch is not None or max_messages is not None
         self._is_ahead = False  # whether it receives messages before a handler is free for them
-        self._sessions: set[int] = set()  # of connections that may be lost
+        self._sessions: set[Session] = set()  # of connections that may be lost
         self._batches: dict[int, Batch[Message]] = {}
         # Written by the threads or tasks that run handlers, read by the session only. None needs no report.
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
@@ -605,7 +606,9 @@ class Runtime:
         opening = partial(self._open, read_committed=True, sessions=self._sessions)
         return open_client_before(stopper, seconds, opening)
 
-    def _open(self, read_committed: bool = False, sessions: set[int] | None = None) -> PgqueClient:
+    def _open(
+        self, read_committed: bool = False, sessions: set[Session] | None = None
+    ) -> PgqueClient:
         """Connect; for handlers at the isolation level of their database."""
         return open_client(
             self.dsn,

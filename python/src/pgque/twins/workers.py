@@ -19,6 +19,7 @@ import psycopg
 
 from .client import PgqueClient
 from .connection import open_client
+from ..client.direct import Session
 from ..client.limit import COMMAND_TIMEOUT, check_command_timeout
 from ..client.renamed import renamed
 from ..client.statements import MAX_BYTES
@@ -152,7 +153,7 @@ class WorkQueue:
         self.command_timeout = command_timeout
         self._make_message: Callable[..., WorkMessage] = message_maker(WorkMessage, decoder)
         self._client: PgqueClient | None = None
-        self._sessions: set[int] = set()  # of connections that may be lost
+        self._sessions: set[Session] = set()  # of connections that may be lost
         self._listening: PgqueClient | None = None
         self._notified = False
         self._stopper = Stopper()
