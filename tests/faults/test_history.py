@@ -97,7 +97,7 @@ def _names() -> set[str]:
 
 
 @pytest.mark.slow  # half a minute of random work
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_history_without_faults_is_as_promised(fresh_dsn: str) -> None:
     _check(harness.run(fresh_dsn, _script(), _seed(), _seconds(12), enough=_is_enough))
 
@@ -139,7 +139,7 @@ def test_who_ends_behind_a_savepoint_keeps_nobody_waiting(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_history_with_faults_is_as_promised(own_server: faults.OwnServer) -> None:
     _with_faults(own_server, _names(), _seed(), _seconds(15))
 

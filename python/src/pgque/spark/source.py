@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
-from ..client.dsn import SERVER_KEEPALIVES
 from ..errors import (
     PgqueBadArgumentError,
     PgqueError,
@@ -508,6 +507,8 @@ class _Driver:
         """Return the connection; opens it and takes the consumer of each queue if need be."""
         if self._conn is not None and not self._conn.closed:
             return self._conn
+        from ..client.dsn import SERVER_KEEPALIVES
+
         conn = _session(self._options)
         deadline = time.monotonic() + _PREDECESSOR_TIMEOUT
         try:
