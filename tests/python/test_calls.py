@@ -251,11 +251,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"key": ODD},
     {"ttl": timedelta(days=400, seconds=5, microseconds=7)},
     {"ttl": 90.5},
-    {"delay": 90},
+    # An hour at least: the queue is that of all tests here, which would read what becomes due.
+    {"delay": 3600},
     {"delay": timedelta(days=1, hours=23)},
     {"deliver_at": DUE},
     {"deliver_at": DUE.replace(tzinfo=None)},  # local time
-    {"headers": {"n": 1}, "key": "k", "delay": 60, "ttl": 3600, "partition_key": "p"},
+    {"headers": {"n": 1}, "key": "k", "delay": 3600, "ttl": 7200, "partition_key": "p"},
 ]
 
 
