@@ -427,8 +427,10 @@ def turn(h: History, rng: random.Random, name: str) -> None:
                     f" + pg_relation_size('pgque.settled_{other}')"
                 )
                 if session.run(size)[0][0] == 0:
-                    session.run("select pgque._rotate_journal(%s)", 1 - other)
+                    # Others write to the other leaf from here on, also if this is undone. Then, and where all
+                    # are always busy, it is not emptied, so that there is no second turn.
                     h.count("journal turns")
+                    session.run("select pgque._rotate_journal(%s)", 1 - other)
             session.commit()
             for _ in range(4):
                 session.run("select pgque.maint_tables()")
