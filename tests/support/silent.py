@@ -60,7 +60,8 @@ with selectors.DefaultSelector() as selector:
 """
 
 
-# Messages of a client. Of the extended protocol, where the statement has no name, or of the simple one:
+# Patterns of messages that a client sends. A commit, in the extended protocol where the statement has no
+# name, or in the simple one:
 COMMIT = r"(P....\0|Q....)commit\0"
 # The end of each statement, or of a pipeline, without which nothing is committed.
 SYNC = r"S\0\0\0\x04"

@@ -55,8 +55,8 @@ def address(tcp_dsn: str) -> Iterator[str]:
 
 @pytest.fixture
 def new_address(tcp_dsn: str) -> Iterator[str]:
-    """The address of a page that has read nothing, for tests that look for their own figures. A page shows those
-    of an earlier test for as long as twenty times what a busy server took to read them."""
+    """The address of a page that has read nothing, for tests that expect the figures of their own queues. A page
+    shows those of an earlier test for as long as twenty times what a busy server took to read them."""
     with served(tcp_dsn) as address:
         yield address
 

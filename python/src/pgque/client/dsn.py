@@ -22,7 +22,7 @@ _KEEPALIVES = {
 
 # The same for the server's side: when a client's host is lost, nothing closes its connection. The server
 # would keep the session, and with it the locks of an open transaction, until the system's keepalives notice,
-# mostly after two hours. For a session that is not shared through a pooler. What is set elsewhere stays.
+# mostly after two hours. For a session that is not shared through a pooler. A role's own settings stay.
 SERVER_KEEPALIVES: LiteralString = (
     "select pg_catalog.set_config(k.name, k.value, false)"
     " from (values ('tcp_keepalives_idle', '15'), ('tcp_keepalives_interval', '5'),"
