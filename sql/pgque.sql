@@ -9844,7 +9844,8 @@ $$;
 -- Makes the other leaf of the idempotency keys the current one once it has more than 4
 -- MB.  Empties the old leaf as soon as half of its keys have expired, or the current
 -- leaf is larger: so keys with a ttl of years do not keep other keys.  Keys that are
--- valid, of existing queues, are copied.
+-- valid, of existing queues, are copied.  One call may do both, as in
+-- _compact_journal().
 create or replace function pgque._compact_idempotency() returns int
 language plpgsql as $$
 declare
@@ -9857,27 +9858,26 @@ begin
   if v_size < 4194304 and v_old = 0 then
     return 0;
   end if;
-  perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
-  if not found then
+  if not pgque._lock_journal(v_size) or (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1) <> v_cur then
     return 0;
   end if;
-  if v_old = 0 then
-    update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
-    return 1;
+  if v_old > 0 then
+    -- Counted without the lock: the lock blocks every send_idem().
+    execute pg_catalog.format('select count(*) filter (where %s) * 2 > count(*) from pgque.idempotency_%s i', v_live, 1 - v_cur)
+    into v_half using pgque.clock();
+    if v_half and v_size < v_old then
+      return 0;
+    end if;
+    execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
+    execute pg_catalog.format(
+      'insert into pgque.idempotency select i.idem_queue, i.idem_key, i.idem_n, i.idem_ev_id, i.idem_expires, %s from pgque.idempotency_%s i where %s on conflict do nothing',
+      v_cur, 1 - v_cur, v_live)
+    using pgque.clock();
+    execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
   end if;
-  -- Counted without the lock: the lock blocks every send_idem().
-  execute pg_catalog.format('select count(*) filter (where %s) * 2 > count(*) from pgque.idempotency_%s i', v_live, 1 - v_cur)
-  into v_half using pgque.clock();
-  if v_half and v_size < v_old then
-    return 0;
-  end if;
-  execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
-  execute pg_catalog.format(
-    'insert into pgque.idempotency select i.idem_queue, i.idem_key, i.idem_n, i.idem_ev_id, i.idem_expires, %s from pgque.idempotency_%s i where %s on conflict do nothing',
-    v_cur, 1 - v_cur, v_live)
-  using pgque.clock();
-  execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
-  update pgque.journal j set journal_emptied_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
+  update pgque.journal j
+  set journal_idem_cur = case when v_size < 4194304 then v_cur else 1 - v_cur end, journal_emptied_at = pg_catalog.clock_timestamp()
+  where j.journal_id = 1;
   return 1;
 exception
   when lock_not_available then
@@ -11311,29 +11311,29 @@ create or replace function pgque._epoch_life(p_once boolean) returns interval
 language sql immutable as $$ select case when p_once then interval '2 days' else interval '1 year' end $$;
 
 -- Deletes committed epochs by emptying the other leaf, as _compact_stage() does for
--- staged rows.  The newest epoch of each sink is kept.
+-- staged rows.  The newest epoch of each sink is kept.  The leaves rotate when the
+-- current one has more than 4 MB and half of its rows can be deleted, if need be in the
+-- same call, as in _compact_journal().
 create or replace function pgque._compact_epochs() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_cur  int := (select j.journal_epoch_cur from pgque.journal j);
-  v_due  boolean := pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0;
+  v_cur   int := (select j.journal_epoch_cur from pgque.journal j);
+  v_size  bigint := pg_relation_size('pgque.sink_epoch_' || v_cur);
+  v_due   boolean := false;
 begin
-  if not v_due and pg_relation_size('pgque.sink_epoch_' || v_cur) > 4194304 then
-    -- Worth it if half of the rows can be deleted.
+  if v_size > 4194304 then
     execute format(
       'select count(*) filter (where e.epoch < e.newest or e.committed_at <= pgque.clock() - pgque._epoch_life(e.once)) * 2 >= count(*)'
       ' from (select e.*, max(e.epoch) over (partition by e.sink_id) as newest from pgque.sink_epoch_%s e) e', v_cur)
     into v_due;
   end if;
-  if not v_due then
+  if not v_due and pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0
+    or not pgque._lock_journal(v_size)
+    or (select j.journal_epoch_cur from pgque.journal j) <> v_cur
+  then
     return 0;
   end if;
-  perform from pgque.journal j where j.journal_epoch_cur = v_cur for no key update skip locked;
-  if not found then
-    return 0;
-  elsif pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0 then
-    v_cur := 1 - v_cur;
-  else
+  if pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0 then
     execute format('lock table pgque.sink_epoch_%s in access exclusive mode nowait', 1 - v_cur);
     insert into pgque.sink_epoch (sink_id, epoch, part, parts, txid, session, once, committed_at, servers, servers_by, leaf)
     select o.sink_id, o.epoch, o.part, o.parts, o.txid, o.session, o.once, o.committed_at, o.servers, o.servers_by, v_cur
@@ -11345,7 +11345,7 @@ begin
   end if;
   -- After either step a transaction with an old snapshot could miss an epoch: the
   -- update of this row stops it.
-  update pgque.journal j set journal_epoch_cur = v_cur;
+  update pgque.journal j set journal_epoch_cur = case when v_due then 1 - v_cur else v_cur end;
   return 1;
 exception
   when lock_not_available then
@@ -12761,18 +12761,41 @@ begin
 end
 $$;
 
+-- Locks the journal's row against transactions with old snapshots (see _journal_leaf),
+-- and a leaf, which is to be emptied, against all.  Waits in one of ten calls if a leaf
+-- has more than 64 MB.  Then new transactions wait behind this one: those with a lock
+-- on the row would never all be gone at once where their transactions overlap.  Returns
+-- whether all is locked.
+create or replace function pgque._lock_journal(p_size bigint, p_leaf text default null) returns boolean
+language plpgsql set lock_timeout = '100ms' as $$
+declare
+  v_how  text := 'exclusive mode' || case when p_size <= 67108864 or pg_catalog.random() >= 0.1 then ' nowait' else '' end;
+begin
+  execute 'lock table pgque.journal in ' || v_how;
+  if p_leaf is not null then
+    execute pg_catalog.format('lock table %s in access %s', p_leaf, v_how);
+  end if;
+  return true;
+exception
+  when lock_not_available then
+    return false;
+end
+$$;
+
 -- Compacts the journal of positions once the current leaf has more than 4 MB, at most
 -- once a minute.  One call makes the other leaf the current one.  After its commit, a
 -- later call copies, under each subscriber's lock, the rows of subscribers that did not
 -- write since, and empties the old leaf.  Locked subscribers are left for the next
--- call.  As in a rotation, a call sometimes waits for the lock of a large leaf.
--- Returns 1 if something was done.
+-- call.  Where transactions with old snapshots write to both leaves all the time, the
+-- journal turns in the call that empties.  Returns 1 if something was done.
 create or replace function pgque._compact_journal() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '100ms' set jit = off as $$
 declare
   v_cur      int;
   v_flipped  timestamptz;
-  v_waits    boolean;
+  v_size     bigint;
+  v_old      bigint;
+  v_due      boolean;
   v_sub      pgque.subscriber;
 begin
   perform pgque._need_read_committed('compaction');
@@ -12783,18 +12806,20 @@ begin
   if coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0) <> v_cur then
     perform setval('pgque.journal_leaf', v_cur);   -- a turn of the journal was rolled back, or came from a dump
   end if;
-  v_waits := random() < 0.1 and pgque._journal_size(1 - v_cur) > 67108864;
-  if pgque._journal_size(1 - v_cur) = 0 then
-    -- A restore sees by positions without consumers that the consumers are missing.  So
-    -- positions do not stay when the last consumer is unsubscribed.
-    if pgque._journal_size(v_cur) < 4194304 and (pg_relation_size('pgque.position_' || v_cur) = 0 or exists (select from pgque.subscriber))
-      or v_flipped between clock_timestamp() - interval '1 minute' and clock_timestamp()
+  v_size := pgque._journal_size(v_cur);
+  v_old := pgque._journal_size(1 - v_cur);
+  -- A restore sees by positions without consumers that the consumers are missing.  So
+  -- positions do not stay when the last consumer is unsubscribed.
+  v_due := (v_size >= 4194304 or pg_relation_size('pgque.position_' || v_cur) > 0 and not exists (select from pgque.subscriber))
+    and v_flipped not between clock_timestamp() - interval '1 minute' and clock_timestamp();
+  if v_old = 0 then
+    -- Another call may have turned the journal meanwhile, and a transaction with an old
+    -- snapshot may have written to the other leaf.
+    if not v_due
+      or not pgque._lock_journal(v_size)
+      or (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur
+      or pgque._journal_size(1 - v_cur) > 0
     then
-      return 0;
-    end if;
-    perform from pgque.journal j where j.journal_id = 1 and j.journal_cur = v_cur for no key update skip locked;
-    -- A transaction with an old snapshot may have written to the leaf meanwhile.
-    if not found or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
     perform pgque._rotate_journal(v_cur);
@@ -12804,17 +12829,11 @@ begin
     perform pgque._copy_position(pgque._position(v_sub.sub_id), v_cur);
     perform pgque._copy_leases(v_sub, v_cur);
   end loop;
-  -- A reader with an old snapshot gets 40001 if this row changed.
-  if v_waits then
-    perform from pgque.journal j where j.journal_id = 1 for no key update;
-  else
-    perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
-    if not found then
-      return 0;
-    end if;
-  end if;
-  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur, case when not v_waits then ' nowait' end);
-  if exists (select from pgque.subscriber s where not pgque._has_copied(s.sub_id, v_cur)) then
+  -- Another call may have emptied the leaf, and turned the journal, meanwhile.
+  if not pgque._lock_journal(greatest(v_size, v_old), format('pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s', 1 - v_cur))
+    or (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur
+    or exists (select from pgque.subscriber s where not pgque._has_copied(s.sub_id, v_cur))
+  then
     return 0;
   end if;
   -- Counters continue.
@@ -12836,7 +12855,11 @@ begin
   join pgque.settled s on s.leaf = 1 - v_cur and s.set_batch = h.ev_batch
   on conflict do nothing;
   execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s', 1 - v_cur);
+  -- A reader with an old snapshot gets 40001, since this row changed.
   update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
+  if v_due then
+    perform pgque._rotate_journal(v_cur);
+  end if;
   return 1;
 exception
   when lock_not_available then

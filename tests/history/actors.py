@@ -416,22 +416,18 @@ def turn(h: History, rng: random.Random, name: str) -> None:
         with h.survive(name):
             session.ready()
             session.begin()
-            # Where everybody is busy, somebody always has the row: now and then it is waited for, as
-            # _compact_journal() does.
-            skip = "skip locked" if rng.random() < 0.7 else ""
-            found = session.run(f"select journal_cur from pgque.journal for no key update {skip}")
-            if found:
-                other = 1 - found[0][0]
-                size = (
-                    f"select pg_relation_size('pgque.position_{other}')"
-                    f" + pg_relation_size('pgque.settled_{other}')"
-                )
-                if session.run(size)[0][0] == 0:
-                    # Others write to the other leaf from here on, also if this is undone. Then, and where all
-                    # are always busy, it is not emptied, so that there is no second turn.
-                    h.count("journal turns")
-                    session.run("select pgque._rotate_journal(%s)", 1 - other)
+            # Transactions with old snapshots wait behind it, as they do for _compact_journal(). What they wrote
+            # to the other leaf is moved first.
+            session.run("lock table pgque.journal in exclusive mode")
+            session.run("select pgque._compact_journal()")
+            other = 1 - session.run("select journal_cur from pgque.journal")[0][0]
+            size = session.run(
+                f"select pg_relation_size('pgque.position_{other}') + pg_relation_size('pgque.settled_{other}')"
+            )
+            if size[0][0] == 0:
+                session.run("select pgque._rotate_journal(%s)", 1 - other)
             session.commit()
+            h.count("journal turns", int(size[0][0] == 0))
             for _ in range(4):
                 session.run("select pgque.maint_tables()")
                 time.sleep(0.03)

@@ -67,7 +67,7 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [
             (
                 "    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for share;",
-                "    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for key share;",
+                "    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1;",
             ),
             (
                 "if found and pgque._old_snapshot() then\n    p_position.leaf",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Any
 
 import psycopg
 import pytest
@@ -282,6 +283,64 @@ def test_a_consumer_that_locks_its_position_only_postpones_compaction(
     compact(own)
     assert journal_bytes(own) < before / 2
     assert drain(own, "q") == sent[2:]
+
+
+def patient(conn: Connection) -> None:
+    """Let compaction wait for its locks at every call and for long, not in one of ten and for 100 ms."""
+    source = value(conn, "select pg_get_functiondef('pgque._lock_journal'::regproc)")
+    for old, new in (("67108864", "0"), ("0.1", "1"), ("100ms", "30s")):
+        assert old in source
+        source = source.replace(old, new)
+    conn.execute(source.encode())
+
+
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_old_snapshots_that_overlap_without_end_do_not_keep_the_journal_from_being_compacted(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    transaction: Callable[..., Connection],
+    isolation: str,
+) -> None:
+    """
+    first: a transaction that received keeps the journal's leaf
+    compaction: waits for its end
+    second: begins before that end, and waits behind the compaction
+    result: the compaction is done, and the second is told to try again
+    """
+    value(own, "select pgque.create_queue('q')")
+    low_threshold(own)
+    patient(own)
+    for name in ("first", "second"):
+        subscribe(own, "q", name)
+    sent = send_many(own, "q", 4)
+    tick(own, "q")
+    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
+    value(own, "select count(pgque.touch_subconsumer('q', 'group', 'w')) from generate_series(1, 1500)")
+    leaves = "select j.journal_cur, pgque._journal_size(1 - j.journal_cur) > 0 from pgque.journal j"
+    compaction = connect(own_dsn)
+    got: list[int] = []
+    for result in ((1, True), (1, False)):  # first it turns, then it empties the other leaf
+        first = transaction(isolation, own_dsn)
+        batch = receive(first, "q", "first", 2)
+        ack(first, batch[0].batch_id)
+        got += [message.msg_id for message in batch]
+        turning = background(lambda c: value(c, "select pgque._compact_journal()"), compaction)
+        wait_for_lock(turning.pid)
+        second = transaction(isolation, own_dsn)
+        behind = background(lambda c: receive(c, "q", "second"), second)
+        wait_for_lock(behind.pid)
+        first.execute("commit")
+        assert turning.result() == 1
+        with pytest.raises(psycopg.errors.SerializationFailure):
+            behind.result()
+        second.execute("rollback")
+        assert rows(own, leaves) == [result]
+    assert got == sent
+    assert drain(own, "q", "first") == []
+    assert drain(own, "q", "second") == sent
 
 
 def turned(conn: Connection) -> int:

@@ -206,7 +206,8 @@ def test_send_idem_returns_the_first_id_within_its_ttl(pool: Connection) -> None
     assert [m.payload for m in work_off(pool, "q")] == ["d", "e"]
 
 
-def test_the_memory_of_send_idem_is_reclaimed_without_dead_rows(pool: Connection) -> None:
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
+def test_the_memory_of_send_idem_is_reclaimed_without_dead_rows(pool: Connection, isolation: str) -> None:
     from sql.helpers import dead_tuples, row_counts
 
     (source,) = rows(
@@ -216,12 +217,14 @@ def test_the_memory_of_send_idem_is_reclaimed_without_dead_rows(pool: Connection
     pool.execute(source.replace("4194304", "65536").encode())
     for round_ in range(12):
         move_clock(pool, f"{round_ * 2} hours")
-        value(
-            pool,
-            "select count(*) from generate_series(1, 300) as g,"
-            " pgque.send_idem('q', 't', 'x'::text, %s || g, '1 hour')",
-            f"{round_}-",
-        )
+        with pool.transaction():
+            pool.execute(f"set transaction isolation level {isolation}".encode())
+            value(
+                pool,
+                "select count(*) from generate_series(1, 300) as g,"
+                " pgque.send_idem('q', 't', 'x'::text, %s || g, '1 hour')",
+                f"{round_}-",
+            )
         tick(pool, "q")
         work_off(pool, "q", count=1000)
         value(pool, "select pgque.maint()")

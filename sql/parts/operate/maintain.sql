@@ -170,18 +170,41 @@ begin
 end
 $$;
 
+-- Locks the journal's row against transactions with old snapshots (see _journal_leaf),
+-- and a leaf, which is to be emptied, against all.  Waits in one of ten calls if a leaf
+-- has more than 64 MB.  Then new transactions wait behind this one: those with a lock
+-- on the row would never all be gone at once where their transactions overlap.  Returns
+-- whether all is locked.
+create or replace function pgque._lock_journal(p_size bigint, p_leaf text default null) returns boolean
+language plpgsql set lock_timeout = '100ms' as $$
+declare
+  v_how  text := 'exclusive mode' || case when p_size <= 67108864 or pg_catalog.random() >= 0.1 then ' nowait' else '' end;
+begin
+  execute 'lock table pgque.journal in ' || v_how;
+  if p_leaf is not null then
+    execute pg_catalog.format('lock table %s in access %s', p_leaf, v_how);
+  end if;
+  return true;
+exception
+  when lock_not_available then
+    return false;
+end
+$$;
+
 -- Compacts the journal of positions once the current leaf has more than 4 MB, at most
 -- once a minute.  One call makes the other leaf the current one.  After its commit, a
 -- later call copies, under each subscriber's lock, the rows of subscribers that did not
 -- write since, and empties the old leaf.  Locked subscribers are left for the next
--- call.  As in a rotation, a call sometimes waits for the lock of a large leaf.
--- Returns 1 if something was done.
+-- call.  Where transactions with old snapshots write to both leaves all the time, the
+-- journal turns in the call that empties.  Returns 1 if something was done.
 create or replace function pgque._compact_journal() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '100ms' set jit = off as $$
 declare
   v_cur      int;
   v_flipped  timestamptz;
-  v_waits    boolean;
+  v_size     bigint;
+  v_old      bigint;
+  v_due      boolean;
   v_sub      pgque.subscriber;
 begin
   perform pgque._need_read_committed('compaction');
@@ -192,18 +215,20 @@ begin
   if coalesce(pg_sequence_last_value('pgque.journal_leaf'), 0) <> v_cur then
     perform setval('pgque.journal_leaf', v_cur);   -- a turn of the journal was rolled back, or came from a dump
   end if;
-  v_waits := random() < 0.1 and pgque._journal_size(1 - v_cur) > 67108864;
-  if pgque._journal_size(1 - v_cur) = 0 then
-    -- A restore sees by positions without consumers that the consumers are missing.  So
-    -- positions do not stay when the last consumer is unsubscribed.
-    if pgque._journal_size(v_cur) < 4194304 and (pg_relation_size('pgque.position_' || v_cur) = 0 or exists (select from pgque.subscriber))
-      or v_flipped between clock_timestamp() - interval '1 minute' and clock_timestamp()
+  v_size := pgque._journal_size(v_cur);
+  v_old := pgque._journal_size(1 - v_cur);
+  -- A restore sees by positions without consumers that the consumers are missing.  So
+  -- positions do not stay when the last consumer is unsubscribed.
+  v_due := (v_size >= 4194304 or pg_relation_size('pgque.position_' || v_cur) > 0 and not exists (select from pgque.subscriber))
+    and v_flipped not between clock_timestamp() - interval '1 minute' and clock_timestamp();
+  if v_old = 0 then
+    -- Another call may have turned the journal meanwhile, and a transaction with an old
+    -- snapshot may have written to the other leaf.
+    if not v_due
+      or not pgque._lock_journal(v_size)
+      or (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur
+      or pgque._journal_size(1 - v_cur) > 0
     then
-      return 0;
-    end if;
-    perform from pgque.journal j where j.journal_id = 1 and j.journal_cur = v_cur for no key update skip locked;
-    -- A transaction with an old snapshot may have written to the leaf meanwhile.
-    if not found or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
     perform pgque._rotate_journal(v_cur);
@@ -213,17 +238,11 @@ begin
     perform pgque._copy_position(pgque._position(v_sub.sub_id), v_cur);
     perform pgque._copy_leases(v_sub, v_cur);
   end loop;
-  -- A reader with an old snapshot gets 40001 if this row changed.
-  if v_waits then
-    perform from pgque.journal j where j.journal_id = 1 for no key update;
-  else
-    perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
-    if not found then
-      return 0;
-    end if;
-  end if;
-  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur, case when not v_waits then ' nowait' end);
-  if exists (select from pgque.subscriber s where not pgque._has_copied(s.sub_id, v_cur)) then
+  -- Another call may have emptied the leaf, and turned the journal, meanwhile.
+  if not pgque._lock_journal(greatest(v_size, v_old), format('pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s', 1 - v_cur))
+    or (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur
+    or exists (select from pgque.subscriber s where not pgque._has_copied(s.sub_id, v_cur))
+  then
     return 0;
   end if;
   -- Counters continue.
@@ -245,7 +264,11 @@ begin
   join pgque.settled s on s.leaf = 1 - v_cur and s.set_batch = h.ev_batch
   on conflict do nothing;
   execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s', 1 - v_cur);
+  -- A reader with an old snapshot gets 40001, since this row changed.
   update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
+  if v_due then
+    perform pgque._rotate_journal(v_cur);
+  end if;
   return 1;
 exception
   when lock_not_available then

@@ -77,7 +77,8 @@ $$;
 -- Makes the other leaf of the idempotency keys the current one once it has more than 4
 -- MB.  Empties the old leaf as soon as half of its keys have expired, or the current
 -- leaf is larger: so keys with a ttl of years do not keep other keys.  Keys that are
--- valid, of existing queues, are copied.
+-- valid, of existing queues, are copied.  One call may do both, as in
+-- _compact_journal().
 create or replace function pgque._compact_idempotency() returns int
 language plpgsql as $$
 declare
@@ -90,27 +91,26 @@ begin
   if v_size < 4194304 and v_old = 0 then
     return 0;
   end if;
-  perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
-  if not found then
+  if not pgque._lock_journal(v_size) or (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1) <> v_cur then
     return 0;
   end if;
-  if v_old = 0 then
-    update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
-    return 1;
+  if v_old > 0 then
+    -- Counted without the lock: the lock blocks every send_idem().
+    execute pg_catalog.format('select count(*) filter (where %s) * 2 > count(*) from pgque.idempotency_%s i', v_live, 1 - v_cur)
+    into v_half using pgque.clock();
+    if v_half and v_size < v_old then
+      return 0;
+    end if;
+    execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
+    execute pg_catalog.format(
+      'insert into pgque.idempotency select i.idem_queue, i.idem_key, i.idem_n, i.idem_ev_id, i.idem_expires, %s from pgque.idempotency_%s i where %s on conflict do nothing',
+      v_cur, 1 - v_cur, v_live)
+    using pgque.clock();
+    execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
   end if;
-  -- Counted without the lock: the lock blocks every send_idem().
-  execute pg_catalog.format('select count(*) filter (where %s) * 2 > count(*) from pgque.idempotency_%s i', v_live, 1 - v_cur)
-  into v_half using pgque.clock();
-  if v_half and v_size < v_old then
-    return 0;
-  end if;
-  execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
-  execute pg_catalog.format(
-    'insert into pgque.idempotency select i.idem_queue, i.idem_key, i.idem_n, i.idem_ev_id, i.idem_expires, %s from pgque.idempotency_%s i where %s on conflict do nothing',
-    v_cur, 1 - v_cur, v_live)
-  using pgque.clock();
-  execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
-  update pgque.journal j set journal_emptied_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
+  update pgque.journal j
+  set journal_idem_cur = case when v_size < 4194304 then v_cur else 1 - v_cur end, journal_emptied_at = pg_catalog.clock_timestamp()
+  where j.journal_id = 1;
   return 1;
 exception
   when lock_not_available then

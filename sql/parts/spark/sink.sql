@@ -591,29 +591,29 @@ create or replace function pgque._epoch_life(p_once boolean) returns interval
 language sql immutable as $$ select case when p_once then interval '2 days' else interval '1 year' end $$;
 
 -- Deletes committed epochs by emptying the other leaf, as _compact_stage() does for
--- staged rows.  The newest epoch of each sink is kept.
+-- staged rows.  The newest epoch of each sink is kept.  The leaves rotate when the
+-- current one has more than 4 MB and half of its rows can be deleted, if need be in the
+-- same call, as in _compact_journal().
 create or replace function pgque._compact_epochs() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_cur  int := (select j.journal_epoch_cur from pgque.journal j);
-  v_due  boolean := pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0;
+  v_cur   int := (select j.journal_epoch_cur from pgque.journal j);
+  v_size  bigint := pg_relation_size('pgque.sink_epoch_' || v_cur);
+  v_due   boolean := false;
 begin
-  if not v_due and pg_relation_size('pgque.sink_epoch_' || v_cur) > 4194304 then
-    -- Worth it if half of the rows can be deleted.
+  if v_size > 4194304 then
     execute format(
       'select count(*) filter (where e.epoch < e.newest or e.committed_at <= pgque.clock() - pgque._epoch_life(e.once)) * 2 >= count(*)'
       ' from (select e.*, max(e.epoch) over (partition by e.sink_id) as newest from pgque.sink_epoch_%s e) e', v_cur)
     into v_due;
   end if;
-  if not v_due then
+  if not v_due and pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0
+    or not pgque._lock_journal(v_size)
+    or (select j.journal_epoch_cur from pgque.journal j) <> v_cur
+  then
     return 0;
   end if;
-  perform from pgque.journal j where j.journal_epoch_cur = v_cur for no key update skip locked;
-  if not found then
-    return 0;
-  elsif pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0 then
-    v_cur := 1 - v_cur;
-  else
+  if pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0 then
     execute format('lock table pgque.sink_epoch_%s in access exclusive mode nowait', 1 - v_cur);
     insert into pgque.sink_epoch (sink_id, epoch, part, parts, txid, session, once, committed_at, servers, servers_by, leaf)
     select o.sink_id, o.epoch, o.part, o.parts, o.txid, o.session, o.once, o.committed_at, o.servers, o.servers_by, v_cur
@@ -625,7 +625,7 @@ begin
   end if;
   -- After either step a transaction with an old snapshot could miss an epoch: the
   -- update of this row stops it.
-  update pgque.journal j set journal_epoch_cur = v_cur;
+  update pgque.journal j set journal_epoch_cur = case when v_due then 1 - v_cur else v_cur end;
   return 1;
 exception
   when lock_not_available then
