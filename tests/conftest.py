@@ -481,18 +481,20 @@ def nobody(roles: Roles) -> Role:
 
 
 def _wait(condition: Callable[[], object], what: str, timeout: float) -> None:
+    pause = 0.005
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {timeout} s")
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(1.1 * pause, 0.02)  # what takes long is not asked for all the time
 
 
 @pytest.fixture
 def wait_until() -> Callable[..., None]:
-    """wait_until(condition, what="…", timeout=10) polls until the condition is true, and fails otherwise."""
+    """wait_until(condition, what="…", timeout=30) polls until the condition is true, and fails otherwise."""
 
-    def do(condition: Callable[[], object], what: str = "condition", timeout: float = 10) -> None:
+    def do(condition: Callable[[], object], what: str = "condition", timeout: float = 30) -> None:
         _wait(condition, what, timeout)
 
     return do
@@ -500,10 +502,10 @@ def wait_until() -> Callable[..., None]:
 
 @pytest.fixture
 def wait_for_lock(connect: Connect) -> Callable[..., None]:
-    """wait_for_lock(pid, timeout=10) returns once that backend waits for a lock."""
+    """wait_for_lock(pid, timeout=30) returns once that backend waits for a lock."""
     observer = connect()
 
-    def do(pid: int, timeout: float = 10) -> None:
+    def do(pid: int, timeout: float = 30) -> None:
         def waiting() -> bool:
             row = observer.execute(
                 "select a.wait_event_type = 'Lock' from pg_catalog.pg_stat_activity as a where a.pid = %s",

@@ -60,4 +60,4 @@ def test_a_role_that_is_no_superuser_installs_on_a_new_server_grants_and_ticks(
                 shop.execute("select pgque.send('orders', 'hello')")
             with psycopg.connect(boss, autocommit=True) as conn:
                 query = "select count(*) from pgque.receive('orders', 'billing')"
-                wait_until(lambda: conn.execute(query).fetchone() == (1,), "the message", timeout=10)
+                wait_until(lambda: conn.execute(query).fetchone() == (1,), "the message")

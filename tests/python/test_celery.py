@@ -225,7 +225,7 @@ def test_remote_control_asks_and_commands_workers(running: Shop, wait_until: Wai
     app.send_task("tasks.note", ["nobody consumes it"], queue="another")
     with app.connection_for_write() as connection:
         assert connection.default_channel.queue_declare("another", passive=True).message_count >= 0
-    wait_until(lambda: running.statuses("another") == {"pending": 1}, "one that waits", 10)
+    wait_until(lambda: running.statuses("another") == {"pending": 1}, "one that waits")
     app.close()
 
 
@@ -251,12 +251,12 @@ def test_what_a_killed_worker_had_is_done_by_another(running: Shop, wait_until: 
         for name in "abc":
             app.send_task("tasks.pack", [name, 60], queue=queue)
         wait_until(lambda: running.done("begin a"), "the first to begin", 60)
-        wait_until(lambda: running.statuses(queue) == {"processing": 3}, "all to be prefetched", 10)
+        wait_until(lambda: running.statuses(queue) == {"processing": 3}, "all to be prefetched")
         os.killpg(worker.pid, signal.SIGKILL)
     app.control.add_consumer(queue, reply=True, timeout=30, limit=1)
     wait_until(lambda: len(running.done("packed %")) == 3, "another worker", 30)
     assert sorted(running.done("packed %")) == [f"packed {name}, redelivered" for name in "abc"]
-    wait_until(lambda: running.statuses(queue) == {}, "the last acknowledgement", 10)
+    wait_until(lambda: running.statuses(queue) == {}, "the last acknowledgement")
     app.close()
 
 
