@@ -4509,7 +4509,8 @@ begin
 end
 $$;
 
--- Copies the open batches of a consumer to the current leaf.  The caller holds the
+-- Copies the open batches of a consumer to the current leaf, if its newest position is
+-- there: the first row that a reader finds there is the position.  The caller holds the
 -- subscriber's lock, so there are no new ones.  The newest is the first: its delivery may be
 -- in that leaf already, as the position, and whoever finds it there looks there for its
 -- outcomes (see _done_0).
@@ -4521,7 +4522,7 @@ begin
   foreach v_token in array pgque._try_lock_batches(p_sub, array(
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
-    where not pgque._is_copied(p_sub.sub_id, o.token, p_cur)
+    where (pgque._position_in(p_sub.sub_id, p_cur)).pos_sub is not null and not pgque._is_copied(p_sub.sub_id, o.token, p_cur)
     order by o.token desc), 500)
   loop
     insert into pgque.position
@@ -9858,7 +9859,10 @@ begin
   if v_size < 4194304 and v_old = 0 then
     return 0;
   end if;
-  if not pgque._lock_journal(v_size) or (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1) <> v_cur then
+  if not pgque._lock_journal(v_size) then
+    return 0;
+  end if;
+  if (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1) <> v_cur then
     return 0;
   end if;
   if v_old > 0 then
@@ -11327,10 +11331,10 @@ begin
       ' from (select e.*, max(e.epoch) over (partition by e.sink_id) as newest from pgque.sink_epoch_%s e) e', v_cur)
     into v_due;
   end if;
-  if not v_due and pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0
-    or not pgque._lock_journal(v_size)
-    or (select j.journal_epoch_cur from pgque.journal j) <> v_cur
-  then
+  if not v_due and pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0 or not pgque._lock_journal(v_size) then
+    return 0;
+  end if;
+  if (select j.journal_epoch_cur from pgque.journal j) <> v_cur then
     return 0;
   end if;
   if pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0 then
@@ -12765,7 +12769,8 @@ $$;
 -- and a leaf, which is to be emptied, against all.  Waits in one of ten calls if a leaf
 -- has more than 64 MB.  Then new transactions wait behind this one: those with a lock
 -- on the row would never all be gone at once where their transactions overlap.  Returns
--- whether all is locked.
+-- whether all is locked.  What others committed meanwhile is seen by the caller's next
+-- statement.
 create or replace function pgque._lock_journal(p_size bigint, p_leaf text default null) returns boolean
 language plpgsql set lock_timeout = '100ms' as $$
 declare
@@ -12813,13 +12818,12 @@ begin
   v_due := (v_size >= 4194304 or pg_relation_size('pgque.position_' || v_cur) > 0 and not exists (select from pgque.subscriber))
     and v_flipped not between clock_timestamp() - interval '1 minute' and clock_timestamp();
   if v_old = 0 then
+    if not v_due or not pgque._lock_journal(v_size) then
+      return 0;
+    end if;
     -- Another call may have turned the journal meanwhile, and a transaction with an old
     -- snapshot may have written to the other leaf.
-    if not v_due
-      or not pgque._lock_journal(v_size)
-      or (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur
-      or pgque._journal_size(1 - v_cur) > 0
-    then
+    if (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
     perform pgque._rotate_journal(v_cur);
@@ -12829,9 +12833,12 @@ begin
     perform pgque._copy_position(pgque._position(v_sub.sub_id), v_cur);
     perform pgque._copy_leases(v_sub, v_cur);
   end loop;
-  -- Another call may have emptied the leaf, and turned the journal, meanwhile.
-  if not pgque._lock_journal(greatest(v_size, v_old), format('pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s', 1 - v_cur))
-    or (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur
+  if not pgque._lock_journal(greatest(v_size, v_old), format('pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s', 1 - v_cur)) then
+    return 0;
+  end if;
+  -- Another call may have emptied the leaf, and turned the journal, meanwhile; and there
+  -- may be new subscribers.
+  if (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur
     or exists (select from pgque.subscriber s where not pgque._has_copied(s.sub_id, v_cur))
   then
     return 0;

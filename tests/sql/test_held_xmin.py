@@ -343,6 +343,75 @@ def test_old_snapshots_that_overlap_without_end_do_not_keep_the_journal_from_bei
     assert drain(own, "q", "second") == sent
 
 
+@pytest.fixture
+def large(own: Connection) -> Connection:
+    """A database with a queue q, and a journal that is due to turn."""
+    value(own, "select pgque.create_queue('q')")
+    low_threshold(own)
+    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
+    value(own, "select count(pgque.touch_subconsumer('q', 'group', 'w')) from generate_series(1, 1500)")
+    return own
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_pool_stays_where_it_is_when_the_journal_is_compacted_while_its_newest_batch_is_acked(
+    large: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    waits: bool,
+) -> None:
+    """
+    journal: turns, with two open batches of a pool
+    worker: acks the newer one, and has not committed
+    compaction: may not copy the pool's position, and so not the older batch either
+    result: the pool goes on behind both batches
+    """
+    subscribe(large, "q", "pool")
+    sent = send_many(large, "q", 6)
+    tick(large, "q")
+    delivery = "select msg_id, batch_id from pgque.receive('q', 'pool', 2, worker => %s, visibility_timeout => '1 hour')"
+    rows(large, delivery, "one")
+    newest = rows(large, delivery, "two")[0][1]
+    assert value(large, "select pgque._compact_journal()") == 1
+    worker = connect(own_dsn, autocommit=False)
+    assert ack(worker, newest) == 1
+    if waits:
+        patient(large)
+        compaction = background(lambda c: value(c, "select pgque._compact_journal()"), connect(own_dsn))
+        wait_for_lock(compaction.pid)
+        worker.commit()
+        assert compaction.result() == 0
+    else:
+        assert value(large, "select pgque._compact_journal()") == 0
+        worker.commit()
+    assert [msg_id for msg_id, _ in rows(large, delivery, "three")] == sent[4:]
+    compact(large)
+    assert value(large, "select pgque._journal_size(1 - j.journal_cur) from pgque.journal j") == 0
+    assert rows(large, delivery, "four") == []
+
+
+def test_a_consumer_that_subscribes_while_the_journal_is_compacted_keeps_its_position(
+    large: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    newcomer = connect(own_dsn, autocommit=False)
+    subscribe(newcomer, "q", "new")
+    assert value(large, "select pgque._compact_journal()") == 1
+    patient(large)
+    compaction = background(lambda c: value(c, "select pgque._compact_journal()"), connect(own_dsn))
+    wait_for_lock(compaction.pid)
+    newcomer.commit()
+    assert compaction.result() == 0
+    sent = send_many(large, "q", 2)
+    tick(large, "q")
+    assert drain(large, "q", "new") == sent
+
+
 def turned(conn: Connection) -> int:
     """Turn the journal and empty its old leaf; return how many blocks the latter read."""
     assert turn_journal(conn)

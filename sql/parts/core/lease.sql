@@ -415,7 +415,8 @@ begin
 end
 $$;
 
--- Copies the open batches of a consumer to the current leaf.  The caller holds the
+-- Copies the open batches of a consumer to the current leaf, if its newest position is
+-- there: the first row that a reader finds there is the position.  The caller holds the
 -- subscriber's lock, so there are no new ones.  The newest is the first: its delivery may be
 -- in that leaf already, as the position, and whoever finds it there looks there for its
 -- outcomes (see _done_0).
@@ -427,7 +428,7 @@ begin
   foreach v_token in array pgque._try_lock_batches(p_sub, array(
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
-    where not pgque._is_copied(p_sub.sub_id, o.token, p_cur)
+    where (pgque._position_in(p_sub.sub_id, p_cur)).pos_sub is not null and not pgque._is_copied(p_sub.sub_id, o.token, p_cur)
     order by o.token desc), 500)
   loop
     insert into pgque.position

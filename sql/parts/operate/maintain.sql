@@ -174,7 +174,8 @@ $$;
 -- and a leaf, which is to be emptied, against all.  Waits in one of ten calls if a leaf
 -- has more than 64 MB.  Then new transactions wait behind this one: those with a lock
 -- on the row would never all be gone at once where their transactions overlap.  Returns
--- whether all is locked.
+-- whether all is locked.  What others committed meanwhile is seen by the caller's next
+-- statement.
 create or replace function pgque._lock_journal(p_size bigint, p_leaf text default null) returns boolean
 language plpgsql set lock_timeout = '100ms' as $$
 declare
@@ -222,13 +223,12 @@ begin
   v_due := (v_size >= 4194304 or pg_relation_size('pgque.position_' || v_cur) > 0 and not exists (select from pgque.subscriber))
     and v_flipped not between clock_timestamp() - interval '1 minute' and clock_timestamp();
   if v_old = 0 then
+    if not v_due or not pgque._lock_journal(v_size) then
+      return 0;
+    end if;
     -- Another call may have turned the journal meanwhile, and a transaction with an old
     -- snapshot may have written to the other leaf.
-    if not v_due
-      or not pgque._lock_journal(v_size)
-      or (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur
-      or pgque._journal_size(1 - v_cur) > 0
-    then
+    if (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
     perform pgque._rotate_journal(v_cur);
@@ -238,9 +238,12 @@ begin
     perform pgque._copy_position(pgque._position(v_sub.sub_id), v_cur);
     perform pgque._copy_leases(v_sub, v_cur);
   end loop;
-  -- Another call may have emptied the leaf, and turned the journal, meanwhile.
-  if not pgque._lock_journal(greatest(v_size, v_old), format('pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s', 1 - v_cur))
-    or (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur
+  if not pgque._lock_journal(greatest(v_size, v_old), format('pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s', 1 - v_cur)) then
+    return 0;
+  end if;
+  -- Another call may have emptied the leaf, and turned the journal, meanwhile; and there
+  -- may be new subscribers.
+  if (select j.journal_cur from pgque.journal j where j.journal_id = 1) <> v_cur
     or exists (select from pgque.subscriber s where not pgque._has_copied(s.sub_id, v_cur))
   then
     return 0;

@@ -91,7 +91,10 @@ begin
   if v_size < 4194304 and v_old = 0 then
     return 0;
   end if;
-  if not pgque._lock_journal(v_size) or (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1) <> v_cur then
+  if not pgque._lock_journal(v_size) then
+    return 0;
+  end if;
+  if (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1) <> v_cur then
     return 0;
   end if;
   if v_old > 0 then

@@ -607,10 +607,10 @@ begin
       ' from (select e.*, max(e.epoch) over (partition by e.sink_id) as newest from pgque.sink_epoch_%s e) e', v_cur)
     into v_due;
   end if;
-  if not v_due and pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0
-    or not pgque._lock_journal(v_size)
-    or (select j.journal_epoch_cur from pgque.journal j) <> v_cur
-  then
+  if not v_due and pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0 or not pgque._lock_journal(v_size) then
+    return 0;
+  end if;
+  if (select j.journal_epoch_cur from pgque.journal j) <> v_cur then
     return 0;
   end if;
   if pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0 then
