@@ -471,7 +471,7 @@ def test_an_open_page_goes_on_after_a_click_and_pauses_only_while_somebody_types
     # The first page has a form in its live part.
     page.goto(address)
     field = page.get_by_label("Name contains")
-    for _ in range(80):  # viewers share figures, which may be from before there was a second queue
+    for _ in range(120):  # viewers share figures, which may be from before there was a second queue
         if field.count():
             break
         page.wait_for_timeout(500)
@@ -492,7 +492,7 @@ def test_an_open_page_goes_on_after_a_click_and_pauses_only_while_somebody_types
     page.clock.run_for(100)
     paused.wait_for(state="detached")
     page.wait_for_timeout(1000)
-    for _ in range(30):  # the figures of all queues may be taken slowly
+    for _ in range(120):  # the figures of all queues may be taken slowly, and then serve for longer
         page.clock.run_for(10_100)
         page.wait_for_timeout(500)
         if at.inner_text() != shown:
