@@ -4519,10 +4519,13 @@ language plpgsql as $$
 declare
   v_token  bigint;
 begin
+  if (pgque._position_in(p_sub.sub_id, p_cur)).pos_sub is null then
+    return;
+  end if;
   foreach v_token in array pgque._try_lock_batches(p_sub, array(
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
-    where (pgque._position_in(p_sub.sub_id, p_cur)).pos_sub is not null and not pgque._is_copied(p_sub.sub_id, o.token, p_cur)
+    where not pgque._is_copied(p_sub.sub_id, o.token, p_cur)
     order by o.token desc), 500)
   loop
     insert into pgque.position
@@ -12769,8 +12772,8 @@ $$;
 -- and a leaf, which is to be emptied, against all.  Waits in one of ten calls if a leaf
 -- has more than 64 MB.  Then new transactions wait behind this one: those with a lock
 -- on the row would never all be gone at once where their transactions overlap.  Returns
--- whether all is locked.  What others committed meanwhile is seen by the caller's next
--- statement.
+-- whether all is locked.  Only the caller's next statement sees what others committed
+-- meanwhile.
 create or replace function pgque._lock_journal(p_size bigint, p_leaf text default null) returns boolean
 language plpgsql set lock_timeout = '100ms' as $$
 declare

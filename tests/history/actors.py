@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 
 from history.record import COLUMNS, Delivery, History, Sent, Session
+from model.bench import TURN_JOURNAL
 
 LOG, KEYED, OTHER = "history", "keys", "other"  # the queues
 MAX_RETRIES = 3
@@ -420,14 +421,9 @@ def turn(h: History, rng: random.Random, name: str) -> None:
             # to the other leaf is moved first.
             session.run("lock table pgque.journal in exclusive mode")
             session.run("select pgque._compact_journal()")
-            other = 1 - session.run("select journal_cur from pgque.journal")[0][0]
-            size = session.run(
-                f"select pg_relation_size('pgque.position_{other}') + pg_relation_size('pgque.settled_{other}')"
-            )
-            if size[0][0] == 0:
-                session.run("select pgque._rotate_journal(%s)", 1 - other)
+            turned = session.run(TURN_JOURNAL)
             session.commit()
-            h.count("journal turns", int(size[0][0] == 0))
+            h.count("journal turns", len(turned))
             for _ in range(4):
                 session.run("select pgque.maint_tables()")
                 time.sleep(0.03)

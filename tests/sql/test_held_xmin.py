@@ -294,9 +294,19 @@ def patient(conn: Connection) -> None:
     conn.execute(source.encode())
 
 
+@pytest.fixture
+def large(own: Connection) -> Connection:
+    """A database with a queue q, and a journal that is due to turn."""
+    value(own, "select pgque.create_queue('q')")
+    low_threshold(own)
+    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
+    value(own, "select count(pgque.touch_subconsumer('q', 'group', 'w')) from generate_series(1, 1500)")
+    return own
+
+
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
 def test_old_snapshots_that_overlap_without_end_do_not_keep_the_journal_from_being_compacted(
-    own: Connection,
+    large: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],
     background: Callable[..., Any],
@@ -310,15 +320,11 @@ def test_old_snapshots_that_overlap_without_end_do_not_keep_the_journal_from_bei
     second: begins before that end, and waits behind the compaction
     result: the compaction is done, and the second is told to try again
     """
-    value(own, "select pgque.create_queue('q')")
-    low_threshold(own)
-    patient(own)
+    patient(large)
     for name in ("first", "second"):
-        subscribe(own, "q", name)
-    sent = send_many(own, "q", 4)
-    tick(own, "q")
-    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
-    value(own, "select count(pgque.touch_subconsumer('q', 'group', 'w')) from generate_series(1, 1500)")
+        subscribe(large, "q", name)
+    sent = send_many(large, "q", 4)
+    tick(large, "q")
     leaves = "select j.journal_cur, pgque._journal_size(1 - j.journal_cur) > 0 from pgque.journal j"
     compaction = connect(own_dsn)
     got: list[int] = []
@@ -337,20 +343,10 @@ def test_old_snapshots_that_overlap_without_end_do_not_keep_the_journal_from_bei
         with pytest.raises(psycopg.errors.SerializationFailure):
             behind.result()
         second.execute("rollback")
-        assert rows(own, leaves) == [result]
+        assert rows(large, leaves) == [result]
     assert got == sent
-    assert drain(own, "q", "first") == []
-    assert drain(own, "q", "second") == sent
-
-
-@pytest.fixture
-def large(own: Connection) -> Connection:
-    """A database with a queue q, and a journal that is due to turn."""
-    value(own, "select pgque.create_queue('q')")
-    low_threshold(own)
-    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
-    value(own, "select count(pgque.touch_subconsumer('q', 'group', 'w')) from generate_series(1, 1500)")
-    return own
+    assert drain(large, "q", "first") == []
+    assert drain(large, "q", "second") == sent
 
 
 @pytest.mark.parametrize("waits", [False, True])

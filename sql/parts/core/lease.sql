@@ -425,10 +425,13 @@ language plpgsql as $$
 declare
   v_token  bigint;
 begin
+  if (pgque._position_in(p_sub.sub_id, p_cur)).pos_sub is null then
+    return;
+  end if;
   foreach v_token in array pgque._try_lock_batches(p_sub, array(
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
-    where (pgque._position_in(p_sub.sub_id, p_cur)).pos_sub is not null and not pgque._is_copied(p_sub.sub_id, o.token, p_cur)
+    where not pgque._is_copied(p_sub.sub_id, o.token, p_cur)
     order by o.token desc), 500)
   loop
     insert into pgque.position

@@ -174,8 +174,8 @@ $$;
 -- and a leaf, which is to be emptied, against all.  Waits in one of ten calls if a leaf
 -- has more than 64 MB.  Then new transactions wait behind this one: those with a lock
 -- on the row would never all be gone at once where their transactions overlap.  Returns
--- whether all is locked.  What others committed meanwhile is seen by the caller's next
--- statement.
+-- whether all is locked.  Only the caller's next statement sees what others committed
+-- meanwhile.
 create or replace function pgque._lock_journal(p_size bigint, p_leaf text default null) returns boolean
 language plpgsql set lock_timeout = '100ms' as $$
 declare
