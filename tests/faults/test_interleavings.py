@@ -15,6 +15,7 @@ from sql.helpers import (
     Connection,
     Message,
     ack,
+    compact_soon,
     dead_letters,
     drain,
     extend,
@@ -114,12 +115,7 @@ def arena(server: TestServer, installed: str) -> Iterator[Arena]:
     name = create_database(server, "pgque_pairs", installed)
     arena = Arena(server.dsn_for(name))
     # The journal may turn at any time.
-    (_, source) = rows(
-        arena.conn,
-        "select p.oid::regprocedure::text, pg_get_functiondef(p.oid) from pg_proc as p"
-        " where p.pronamespace = 'pgque'::regnamespace and p.prosrc ~ '4194304.*1 minute'",
-    )[0]
-    arena.conn.execute(source.replace("4194304", "1").replace("interval '1 minute'", "interval '0'").encode())
+    compact_soon(arena.conn, 1)
     yield arena
     arena.close()
     drop_database(server, name)

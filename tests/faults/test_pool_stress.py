@@ -14,6 +14,7 @@ import pytest
 
 from sql.helpers import (
     Connection,
+    compact_soon,
     configure,
     dead_letters,
     forced_tick,
@@ -29,7 +30,6 @@ from sql.helpers import (
     value,
     work_off,
 )
-from sql.test_held_xmin import low_threshold
 
 PASSING = (psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected)
 
@@ -137,7 +137,7 @@ def stress(
 ) -> None:
     value(own, "select pgque.create_queue('q')")
     configure(own, "q", rotation_period="1 microsecond", max_retries=1000, max_receive_attempts=1000)
-    low_threshold(own)
+    compact_soon(own)
     value(own, "select pgque.subscribe('q', 'c', 'latest', keyed_order => %s)", keyed)
     subscribe(own, "q", "other")
     jobs = [background(run.producer(n), connect(run.dsn)) for n in range(2)]

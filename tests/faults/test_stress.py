@@ -14,6 +14,7 @@ import pytest
 from sql.helpers import (
     Connection,
     ack,
+    compact_soon,
     configure,
     drain,
     forced_tick,
@@ -44,12 +45,7 @@ def stress(
     value(own, "select pgque.set_tick_period_ms(5)")
     value(own, "select pgque.create_queue('q')")
     configure(own, "q", rotation_period="1 microsecond", max_retries=2)
-    (source,) = rows(
-        own,
-        "select pg_get_functiondef(p.oid) from pg_proc as p"
-        " where p.pronamespace = 'pgque'::regnamespace and p.prosrc ~ '4194304.*1 minute'",
-    )[0]
-    own.execute(source.replace("4194304", "65536").replace("interval '1 minute'", "interval '0'").encode())
+    compact_soon(own)
     for name in ("c", "d"):
         subscribe(own, "q", name)
     for worker in "wxy":

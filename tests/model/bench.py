@@ -120,13 +120,15 @@ def at(milliseconds: int) -> datetime:
     return EPOCH + timedelta(milliseconds=milliseconds)
 
 
-# Turns the journal of positions as maintenance does, without waiting for 4 MB; returns no row if it is not ready.
-TURN_JOURNAL = "select pgque._rotate_journal(j.journal_cur) from pgque.journal j where pgque._journal_size(1 - j.journal_cur) = 0"
-
-
 def turn_journal(conn: Connection) -> bool:
-    """Turn the journal of positions; false if it is not ready."""
-    return bool(rows(conn, TURN_JOURNAL))
+    """Turn the journal of positions as maintenance does, without waiting for 4 MB; false if it is not ready."""
+    return bool(
+        rows(
+            conn,
+            "select pgque._rotate_journal(j.journal_cur) from pgque.journal j"
+            " where pgque._journal_size(1 - j.journal_cur) = 0",
+        )
+    )
 
 
 def rotate(conn: Connection, queue: str, *, patient: bool) -> int:

@@ -226,6 +226,20 @@ def need_prepared_transactions(conn: Connection) -> None:
         pytest.skip("the server has max_prepared_transactions = 0")
 
 
+def change_function(conn: Connection, name: str, *changes: tuple[str, str]) -> None:
+    """Replace texts, each of which must be there once, in a function of the engine."""
+    source = value(conn, "select pg_get_functiondef(%s::regproc)", f"pgque.{name}")
+    for old, new in changes:
+        assert source.count(old) == 1, (name, old)
+        source = source.replace(old, new)
+    conn.execute(source.encode())
+
+
+def compact_soon(conn: Connection, size: int = 65_536) -> None:
+    """Let the journal turn at so many bytes instead of 4 MB, and without waiting a minute in between."""
+    change_function(conn, "_compact_journal", ("4194304", str(size)), ("interval '1 minute'", "interval '0'"))
+
+
 def set_clock(conn: Connection, to: str) -> None:
     """Let the engine's clock tell what an expression gives. Only in a database of one's own."""
     conn.execute(

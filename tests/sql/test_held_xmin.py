@@ -14,6 +14,8 @@ from model.bench import turn_journal
 from sql.helpers import (
     Connection,
     ack,
+    change_function,
+    compact_soon,
     dead_tuples,
     drain,
     ids,
@@ -120,17 +122,6 @@ def test_20000_batches_under_a_held_xmin_cost_as_much_as_the_first(
     assert median(blocks[7:]) < 1.5 * median(blocks[:3])
 
 
-def low_threshold(conn: Connection) -> None:
-    """Let compaction begin at 64 kB instead of 4 MB, and without waiting a minute in between."""
-    (name, source) = rows(
-        conn,
-        "select p.oid::regprocedure::text, pg_get_functiondef(p.oid) from pg_proc as p"
-        " where p.pronamespace = 'pgque'::regnamespace and p.prosrc ~ '4194304.*1 minute'",
-    )[0]
-    assert "interval '1 minute'" in source, name
-    conn.execute(source.replace("4194304", "65536").replace("interval '1 minute'", "interval '0'").encode())
-
-
 def compact(conn: Connection, calls: int = 5) -> None:
     for _ in range(calls):
         value(conn, "select pgque.maint()")
@@ -140,7 +131,7 @@ def compact(conn: Connection, calls: int = 5) -> None:
 def test_the_journal_is_compacted_while_xmin_is_held_and_everybody_stands_where_he_stood(
     held: Connection,
 ) -> None:
-    low_threshold(held)
+    compact_soon(held)
     for name in ("open", "idle", "sliced", "behind"):
         subscribe(held, "q", name)
     value(held, "select pgque.register_subconsumer('q', 'group', 'a')")
@@ -181,7 +172,7 @@ def test_consumers_that_are_always_in_a_transaction_do_not_keep_the_journal_from
     own: Connection, own_dsn: str, connect: Callable[..., Connection]
 ) -> None:
     value(own, "select pgque.create_queue('q')")
-    low_threshold(own)
+    compact_soon(own)
     names = [f"c{n}" for n in range(4)]
     for name in names:
         subscribe(own, "q", name)
@@ -217,7 +208,7 @@ def test_a_snapshot_older_than_a_compaction_acks_nothing_twice(
     own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
 ) -> None:
     value(own, "select pgque.create_queue('q')")
-    low_threshold(own)
+    compact_soon(own)
     subscribe(own, "q")
     subscribe(own, "q", "busy")
     sent = send_many(own, "q", 4)
@@ -240,7 +231,7 @@ def test_a_snapshot_from_before_the_journal_rotated_delivers_nothing_twice(
     own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
 ) -> None:
     value(own, "select pgque.create_queue('q')")
-    low_threshold(own)
+    compact_soon(own)
     for name in ("c", "other"):
         subscribe(own, "q", name)
     value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
@@ -267,7 +258,7 @@ def test_a_consumer_that_locks_its_position_only_postpones_compaction(
     own: Connection, own_dsn: str, connect: Callable[..., Connection]
 ) -> None:
     value(own, "select pgque.create_queue('q')")
-    low_threshold(own)
+    compact_soon(own)
     subscribe(own, "q")
     sent = send_many(own, "q", 4)
     tick(own, "q")
@@ -287,18 +278,14 @@ def test_a_consumer_that_locks_its_position_only_postpones_compaction(
 
 def patient(conn: Connection) -> None:
     """Let compaction wait for its locks at every call and for long, not in one of ten and for 100 ms."""
-    source = value(conn, "select pg_get_functiondef('pgque._lock_journal'::regproc)")
-    for old, new in (("67108864", "0"), ("0.1", "1"), ("100ms", "30s")):
-        assert old in source
-        source = source.replace(old, new)
-    conn.execute(source.encode())
+    change_function(conn, "_lock_journal", ("67108864", "0"), ("0.1", "1"), ("100ms", "30s"))
 
 
 @pytest.fixture
 def large(own: Connection) -> Connection:
     """A database with a queue q, and a journal that is due to turn."""
     value(own, "select pgque.create_queue('q')")
-    low_threshold(own)
+    compact_soon(own)
     value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
     value(own, "select count(pgque.touch_subconsumer('q', 'group', 'w')) from generate_series(1, 1500)")
     return own

@@ -13,6 +13,7 @@ from sql.helpers import (
     Connection,
     Message,
     ack,
+    compact_soon,
     configure,
     dead_letters,
     extend,
@@ -477,9 +478,7 @@ def test_two_hundred_workers_that_came_and_went_leave_no_row(pool: Connection) -
             rotate(pool, "q")
             value(pool, "select pgque.maint()")
 
-    from sql.test_held_xmin import low_threshold
-
-    low_threshold(pool)
+    compact_soon(pool)
     configure(pool, "q", rotation_period="1 microsecond")
     shift(0)
     before = row_counts(pool)

@@ -12,8 +12,10 @@ from sql.helpers import (
     Connection,
     Message,
     ack,
+    change_function,
     configure,
     dead_letters,
+    dead_tuples,
     figure,
     ids,
     move_clock,
@@ -22,6 +24,7 @@ from sql.helpers import (
     outcome,
     post,
     release,
+    row_counts,
     rows,
     settle,
     subscribe,
@@ -208,13 +211,7 @@ def test_send_idem_returns_the_first_id_within_its_ttl(pool: Connection) -> None
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
 def test_the_memory_of_send_idem_is_reclaimed_without_dead_rows(pool: Connection, isolation: str) -> None:
-    from sql.helpers import dead_tuples, row_counts
-
-    (source,) = rows(
-        pool, "select pg_get_functiondef(p.oid) from pg_proc as p where p.proname = '_compact_idempotency'"
-    )[0]
-    assert "4194304" in source
-    pool.execute(source.replace("4194304", "65536").encode())
+    change_function(pool, "_compact_idempotency", ("4194304", "65536"))
     for round_ in range(12):
         move_clock(pool, f"{round_ * 2} hours")
         with pool.transaction():

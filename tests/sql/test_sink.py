@@ -17,6 +17,7 @@ from conftest import Role
 from sql.helpers import (
     Connection,
     Message,
+    change_function,
     dead_tuples,
     drain,
     forced_tick,
@@ -158,15 +159,8 @@ def epoch_bytes(conn: Connection) -> list[int]:
 
 def compact_early(conn: Connection) -> None:
     """Let the leaves of stage and epochs turn when they hold anything, not many megabytes."""
-    for name, limit in (("_compact_stage", "67108864"), ("_compact_epochs", "4194304")):
-        ((source,),) = rows(
-            conn,
-            "select pg_get_functiondef(p.oid) from pg_proc as p"
-            " where p.pronamespace = 'pgque'::regnamespace and p.proname = %s",
-            name,
-        )
-        assert source.count(limit) == 1
-        conn.execute(source.replace(limit, "0").encode())
+    change_function(conn, "_compact_stage", ("67108864", "0"))
+    change_function(conn, "_compact_epochs", ("4194304", "0"))
 
 
 def maintain(conn: Connection, calls: int = 3) -> None:
