@@ -177,7 +177,7 @@ def test_stop_ends_the_running_loop_at_once_and_no_tick_follows(
     start_and_flow(cron, wait_until)
     assert cron.loops()
     stop(cron)
-    wait_until(lambda: not cron.loops(), "the loop's end", timeout=2)
+    wait_until(lambda: not cron.loops(), "the loop's end", timeout=10)
     assert jobs(cron) == []
     last = ticks(cron)
     send(cron)
@@ -193,7 +193,7 @@ def test_start_after_stop_starts_again(cron: CronServer, wait_until: WaitUntil) 
     for _ in range(2):
         start_and_flow(cron, wait_until)
         stop(cron)
-        wait_until(lambda: not cron.loops(), "the loop's end", timeout=2)
+        wait_until(lambda: not cron.loops(), "the loop's end", timeout=10)
 
 
 def test_one_loop_runs_at_a_time(cron: CronServer, wait_until: WaitUntil) -> None:
@@ -212,7 +212,7 @@ def test_status_reports_whether_the_ticker_runs(cron: CronServer, wait_until: Wa
     start_and_flow(cron, wait_until)
     running = status(cron)
     stop(cron)
-    wait_until(lambda: not cron.loops(), "the loop's end", timeout=2)
+    wait_until(lambda: not cron.loops(), "the loop's end", timeout=10)
     stopped = status(cron)
     assert {name: s for name, (s, _) in before.items()} == {name: s for name, (s, _) in stopped.items()}
     assert {name: s for name, (s, _) in running.items()} != {name: s for name, (s, _) in stopped.items()}
@@ -227,7 +227,7 @@ def test_uninstall_ends_the_loop_and_removes_its_jobs(cron: CronServer, wait_unt
         connection.execute("set lock_timeout = '10s'")
         connection.execute("select pgque.uninstall()")
     assert [job[1] for job in jobs(cron)] == ["mine"]
-    wait_until(lambda: not cron.loops(), "the loop's end", timeout=3)
+    wait_until(lambda: not cron.loops(), "the loop's end", timeout=10)
     with cron.connect() as connection:
         row = connection.execute(
             "select count(*) from pg_catalog.pg_namespace as n where n.nspname = 'pgque'"

@@ -315,7 +315,7 @@ def test_the_ticker_makes_messages_receivable_and_stops_on_request(
         try:
             _arrives(installed, wait_until, "one")
             process.send_signal(signum)
-            assert process.wait(10) == 0  # its loop would last for a minute
+            assert process.wait(30) == 0  # its loop would last for a minute
         finally:
             process.kill()
 
@@ -332,7 +332,7 @@ def test_the_ticker_goes_on_after_its_backend_was_terminated(installed: str, wai
                     )
             _arrives(installed, wait_until, "last")
             process.terminate()
-            assert process.wait(10) == 0
+            assert process.wait(30) == 0
         finally:
             process.kill()
 
@@ -347,7 +347,7 @@ def test_the_ticker_stops_while_it_waits_for_a_server_that_is_not_there() -> Non
             assert process.stderr is not None
             assert "cannot tick" in process.stderr.readline()
             process.terminate()
-            assert process.wait(5) == 0
+            assert process.wait(30) == 0
         finally:
             process.kill()
 

@@ -107,7 +107,7 @@ def test_a_notification_wakes_the_consumer_long_before_the_next_poll(
             _listening(conn, wait_until, "wakes")
             client.send(subscribed, str(n))
             tick(subscribed)
-            wait_until(lambda n=n: len(seen) == n, "the message arrives", timeout=3)
+            wait_until(lambda n=n: len(seen) == n, "the message arrives")
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_consumer_that_names_its_queue_by_the_id_is_woken_too(
             _listening(conn, wait_until, "by_id")
             client.send(queue, str(n))
             tick(queue)
-            wait_until(lambda n=n: len(seen) == n, "the message arrives", timeout=3)
+            wait_until(lambda n=n: len(seen) == n, "the message arrives")
 
 
 def test_after_its_queue_was_renamed_a_consumer_listens_to_the_new_name(
@@ -171,7 +171,7 @@ def test_after_its_queue_was_renamed_a_consumer_listens_to_the_new_name(
         _listening(conn, wait_until, "renamed")
         client.send(uid, "announced")
         tick(uid)
-        wait_until(lambda: len(seen) == 2, "the message arrives", timeout=3)
+        wait_until(lambda: len(seen) == 2, "the message arrives")
 
 
 def test_without_a_notification_the_queue_is_polled(
@@ -801,7 +801,7 @@ def test_the_consumer_connects_again_after_its_backend_was_terminated(
             conn.execute("select pg_terminate_backend(%s, 5000)", [pid])
             client.send(subscribed, str(n))
             tick(subscribed)
-            wait_until(lambda n=n: len(seen) == n + 1, "the message arrives", timeout=5)
+            wait_until(lambda n=n: len(seen) == n + 1, "the message arrives")
     assert seen == ["0", "1", "2"]
 
 
@@ -1650,7 +1650,7 @@ def test_a_process_stops_soon_after_a_signal(
             assert process.stdout.readline() == "handling\n"
         os.kill(process.pid, signum)
         try:
-            code = process.wait(5)  # it would work for a minute
+            code = process.wait(30)  # it would work for a minute
         finally:
             process.kill()
         rest, errors = process.stdout.read(), process.stderr.read()
@@ -1682,7 +1682,7 @@ def test_the_async_consumer_wakes_handles_retries_and_stops(
             for n in range(1, 4):
                 await asyncio.to_thread(client.send_batch, subscribed, "t", ["good", "bad"])
                 await asyncio.to_thread(tick, subscribed)
-                deadline = time.monotonic() + 5
+                deadline = time.monotonic() + 30
                 while len(await asyncio.to_thread(_ledger, conn)) < n:
                     assert time.monotonic() < deadline
                     await asyncio.sleep(0.01)
@@ -1942,7 +1942,7 @@ def test_an_async_process_stops_soon_after_a_signal(
         assert process.stdout.readline() == "handling\n"
         process.terminate()
         try:
-            assert process.wait(5) == 0  # it would work for a minute
+            assert process.wait(30) == 0  # it would work for a minute
         finally:
             process.kill()
         assert process.stdout.read() == "stopped\n"

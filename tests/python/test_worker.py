@@ -1104,7 +1104,7 @@ def test_a_killed_program_leaves_no_process_and_its_messages_are_redelivered(
     wait_until(lambda: len(handled()) == 2, timeout=30)
     pids = {pid for pid, _, _ in handled()}
     process.kill()
-    process.wait(5)
+    process.wait(30)
 
     def gone() -> bool:
         return not any(Path(f"/proc/{pid}").exists() for pid in pids)

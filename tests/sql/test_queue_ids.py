@@ -279,7 +279,7 @@ def test_notifications_follow_the_new_name(
     ear.execute("listen pgque_r")
     send(own, "r")
     tick_id = tick(own, "r")
-    got = list(ear.notifies(timeout=5, stop_after=1))
+    got = list(ear.notifies(timeout=30, stop_after=1))
     assert [n.payload for n in got] == [str(tick_id)]
 
 

@@ -423,7 +423,7 @@ def test_what_gives_way_to_messages_is_done_in_the_end(
     )
     wait_until(lambda: rows(own, done) == [(30, 60)], "every tick and rotation", timeout=50)
     value(own, "select pgque.stop()")
-    loop.result(10)
+    loop.result(20)
 
 
 def test_a_queue_with_keys_is_looked_at_when_a_body_is_replaced_and_not_else(

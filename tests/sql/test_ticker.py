@@ -294,7 +294,7 @@ def test_the_loop_delivers_messages_retries_and_late_commits(
     late.commit()
     assert [m.msg_id for m in next_batch()] == [last]
     value(own, "select pgque.stop()")
-    loop.result(10)
+    loop.result(20)
 
 
 def test_stop_ends_the_loop_and_status_reports_whether_it_runs(
@@ -316,7 +316,7 @@ def test_stop_ends_the_loop_and_status_reports_whether_it_runs(
     wait_until(lambda: status() == "running", "the loop runs")
     assert value(own, "select h.status from pgque.health() as h where h.check_name = 'ticker'") == "ok"
     value(own, "select pgque.stop()")
-    loop.result(10)
+    loop.result(20)
     assert status() == "stopped"
 
 
@@ -348,15 +348,15 @@ def test_a_second_loop_takes_over_when_the_first_ends(
     second = background(lambda c: c.execute("call pgque.ticker_loop('50 seconds')"), connect(own_dsn))
     delivered(own, wait_until)
     if how == "end":
-        first.result(10)
+        first.result(20)
     else:
         value(own, f"select pg_{how}_backend(%s)", first.pid)
         with pytest.raises(psycopg.OperationalError):
-            first.result(10)
+            first.result(20)
     # The session of the first is still open where it was only cancelled.
     delivered(own, wait_until)
     value(own, "select pgque.stop()")
-    second.result(10)
+    second.result(20)
 
 
 def test_the_loop_works_where_sessions_default_to_repeatable_read(
@@ -382,7 +382,7 @@ def test_the_loop_works_where_sessions_default_to_repeatable_read(
     )
     delivered(own, wait_until)
     value(own, "select pgque.stop()")
-    loop.result(10)
+    loop.result(20)
 
 
 @pytest.mark.parametrize("period", [0, -1, 60001, None])
