@@ -417,7 +417,7 @@ def turn(h: History, rng: random.Random, name: str) -> None:
         with h.survive(name):
             session.ready()
             session.run("select pgque.maint_tables()")
-            before, turned = turned, session.run("select j.journal_flipped_at from pgque.journal j")
+            before, turned = turned, session.run("select j.journal_flipped_at::text from pgque.journal j")
             h.count("journal turns", before not in (None, turned))
         time.sleep(rng.random() * 0.1)
 
