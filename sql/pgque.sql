@@ -4303,24 +4303,24 @@ $$;
 create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_token  bigint;
+  v_closed  boolean;
 begin
   if p_sub.sub_role = 'pool' then
     return null;
-  end if;
-  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
-    if v_token = p_pos.pos_batch and p_pos.leaf = p_leaf and p_leaf = 0 then
-      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
-    elsif v_token = p_pos.pos_batch and p_pos.leaf = p_leaf then
-      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0 and s.set_what = 'closed');
+  elsif p_worker is null and p_pos.leaf = p_leaf and p_pos.pos_open = array[p_pos.pos_batch] then
+    if p_leaf = 0 then
+      v_closed := exists (select from pgque.settled_0 s where s.set_batch = p_pos.pos_batch and s.set_ev_id = 0 and s.set_what = 'closed');
     else
-      continue when pgque._still_open(p_sub, array[v_token]) = '{}';
+      v_closed := exists (select from pgque.settled_1 s where s.set_batch = p_pos.pos_batch and s.set_ev_id = 0 and s.set_what = 'closed');
     end if;
-    if p_worker is null or (pgque._lease(p_sub.sub_id, v_token)).pos_worker = p_worker then
-      return v_token;
-    end if;
-  end loop;
-  return null;
+    return case when not v_closed then p_pos.pos_batch end;
+  end if;
+  -- One statement for all: a list of a consumer with subconsumers has up to 64 batches
+  -- that are closed.
+  return (
+    select s.token from pgque._states(p_sub.sub_id, p_pos.pos_open) s
+    where s.place is not null and (p_worker is null or (s.lease).pos_worker = p_worker)
+    limit 1);
 end
 $$;
 
@@ -10453,11 +10453,11 @@ declare
   v_dead  record;
 begin
   for v_try in 0..1 loop
-    select o.token, s.sub_id into v_dead
-    from pg_catalog.unnest((pgque._position(p_main.sub_id)).pos_open) o (token)
-    join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = (pgque._lease(p_main.sub_id, o.token)).pos_worker
+    select b.token, s.sub_id into v_dead
+    from pgque._states(p_main.sub_id, (pgque._position(p_main.sub_id)).pos_open) b
+    join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = (b.lease).pos_worker
     cross join lateral pgque._position(s.sub_id) p
-    where pgque._is_open(p_main, o.token) and p.pos_time < pgque.clock() - p_dead_interval
+    where b.place is not null and p.pos_time < pgque.clock() - p_dead_interval
       and pgque._open_batch_of(p_main, pgque._position(p_main.sub_id), p_worker) is null
     order by p.pos_time
     limit 1;

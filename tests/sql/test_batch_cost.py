@@ -8,7 +8,20 @@ from collections.abc import Callable, Iterator
 import psycopg
 import pytest
 
-from sql.helpers import Connection, ack, ids, nack_ids, offer, outcome, receive, rows, subscribe, take, value
+from sql.helpers import (
+    Connection,
+    ack,
+    ids,
+    nack_ids,
+    offer,
+    outcome,
+    receive,
+    receive_coop,
+    rows,
+    subscribe,
+    take,
+    value,
+)
 
 COUNT = 60
 # From its sixth call on a session may use a plan that does not know the values.
@@ -270,3 +283,25 @@ def test_a_plan_of_a_young_journal_reads_one_position_when_the_journal_is_long(
         before = value(conn, read)
         work()
         assert value(conn, read) - before <= 10
+
+
+@pytest.mark.parametrize("dead", [None, "1 hour"])
+def test_a_subconsumer_receives_with_as_many_calls_however_many_batches_the_group_has_finished(
+    own: Connection, dead: str | None
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for worker in ("a", "b"):
+        value(own, "select pgque.register_subconsumer('q', 'c', %s)", worker)
+    offer(own, "q", 60)
+    assert receive_coop(own, "q", "b", 1, dead)  # stays open
+    own.execute("set track_functions = 'all'")
+    made = "select coalesce(sum(f.calls), 0) from pg_stat_xact_user_functions f where f.schemaname = 'pgque'"
+    calls = []
+    for _ in range(50):
+        with own.transaction():
+            before = value(own, made)
+            batch = receive_coop(own, "q", "a", 1, dead)
+            calls.append(value(own, made) - before)
+        assert ack(own, batch[0].batch_id) == 1
+    # The list of batches that may be open is cleared at 64, and then nearly all are finished.
+    assert max(calls[-10:]) <= max(calls[5:15]), calls

@@ -160,11 +160,11 @@ declare
   v_dead  record;
 begin
   for v_try in 0..1 loop
-    select o.token, s.sub_id into v_dead
-    from pg_catalog.unnest((pgque._position(p_main.sub_id)).pos_open) o (token)
-    join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = (pgque._lease(p_main.sub_id, o.token)).pos_worker
+    select b.token, s.sub_id into v_dead
+    from pgque._states(p_main.sub_id, (pgque._position(p_main.sub_id)).pos_open) b
+    join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = (b.lease).pos_worker
     cross join lateral pgque._position(s.sub_id) p
-    where pgque._is_open(p_main, o.token) and p.pos_time < pgque.clock() - p_dead_interval
+    where b.place is not null and p.pos_time < pgque.clock() - p_dead_interval
       and pgque._open_batch_of(p_main, pgque._position(p_main.sub_id), p_worker) is null
     order by p.pos_time
     limit 1;
