@@ -118,6 +118,9 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_count  int;
 begin
+  if pg_catalog.cardinality(p_batches) > 0 is not true then
+    return;
+  end if;
   return query
   -- Both leaves in one statement: a row may move from one to the other, and be in both.
   select b.id, l.row,
@@ -211,7 +214,7 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_closed  boolean;
 begin
-  if p_sub.sub_role = 'pool' then
+  if p_sub.sub_role = 'pool' or pg_catalog.cardinality(p_pos.pos_open) > 0 is not true then
     return null;
   elsif p_worker is null and p_pos.leaf = p_leaf and p_pos.pos_open = array[p_pos.pos_batch] then
     if p_leaf = 0 then
