@@ -227,10 +227,10 @@ def need_prepared_transactions(conn: Connection) -> None:
 
 
 def change_function(conn: Connection, name: str, *changes: tuple[str, str]) -> None:
-    """Replace texts, each of which must be there, in a function of the engine."""
+    """Replace texts, each of which must be there once, in a function of the engine."""
     source = value(conn, "select pg_get_functiondef(%s::regproc)", f"pgque.{name}")
     for old, new in changes:
-        assert old in source, (name, old)
+        assert source.count(old) == 1, (name, old)
         source = source.replace(old, new)
     conn.execute(source.encode())
 
@@ -238,6 +238,11 @@ def change_function(conn: Connection, name: str, *changes: tuple[str, str]) -> N
 def compact_soon(conn: Connection, size: int = 65_536) -> None:
     """Let the journal turn at so many bytes instead of 4 MB, and without waiting a minute in between."""
     change_function(conn, "_compact_journal", ("4194304", str(size)), ("interval '1 minute'", "interval '0'"))
+
+
+def compact_patiently(conn: Connection, wait: str = "100ms") -> None:
+    """Let compaction wait for its locks at every call, not in one of ten where a leaf has more than 64 MB."""
+    change_function(conn, "_lock_journal", ("67108864", "0"), ("0.1", "1"), ("100ms", wait))
 
 
 def set_clock(conn: Connection, to: str) -> None:

@@ -14,7 +14,7 @@ from model.bench import turn_journal
 from sql.helpers import (
     Connection,
     ack,
-    change_function,
+    compact_patiently,
     compact_soon,
     dead_tuples,
     drain,
@@ -276,11 +276,6 @@ def test_a_consumer_that_locks_its_position_only_postpones_compaction(
     assert drain(own, "q") == sent[2:]
 
 
-def patient(conn: Connection) -> None:
-    """Let compaction wait for its locks at every call and for long, not in one of ten and for 100 ms."""
-    change_function(conn, "_lock_journal", ("67108864", "0"), ("0.1", "1"), ("100ms", "30s"))
-
-
 @pytest.fixture
 def large(own: Connection) -> Connection:
     """A database with a queue q, and a journal that is due to turn."""
@@ -307,7 +302,7 @@ def test_old_snapshots_that_overlap_without_end_do_not_keep_the_journal_from_bei
     second: begins before that end, and waits behind the compaction
     result: the compaction is done, and the second is told to try again
     """
-    patient(large)
+    compact_patiently(large, "30s")
     for name in ("first", "second"):
         subscribe(large, "q", name)
     sent = send_many(large, "q", 4)
@@ -361,7 +356,7 @@ def test_a_pool_stays_where_it_is_when_the_journal_is_compacted_while_its_newest
     worker = connect(own_dsn, autocommit=False)
     assert ack(worker, newest) == 1
     if waits:
-        patient(large)
+        compact_patiently(large, "30s")
         compaction = background(lambda c: value(c, "select pgque._compact_journal()"), connect(own_dsn))
         wait_for_lock(compaction.pid)
         worker.commit()
@@ -385,7 +380,7 @@ def test_a_consumer_that_subscribes_while_the_journal_is_compacted_keeps_its_pos
     newcomer = connect(own_dsn, autocommit=False)
     subscribe(newcomer, "q", "new")
     assert value(large, "select pgque._compact_journal()") == 1
-    patient(large)
+    compact_patiently(large, "30s")
     compaction = background(lambda c: value(c, "select pgque._compact_journal()"), connect(own_dsn))
     wait_for_lock(compaction.pid)
     newcomer.commit()
