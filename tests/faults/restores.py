@@ -15,18 +15,32 @@ from faults.clusters import run, until
 WAYS = ("psql", "pg_restore", "pg_restore -1", "-j2", "-j4", "-j8", "sections", "sections -j4")
 
 
+def pg_restore(bindir: Path, folder: Path, dsn: str, *words: str | Path) -> None:
+    """Load with pg_restore; the first error ends it. Returns when its sessions have ended too."""
+    run(folder, bindir / "pg_restore", "--exit-on-error", "-d", dsn, *words)
+    sessions_end(dsn)
+
+
+def sessions_end(dsn: str) -> None:
+    """Wait until pg_restore has no session here: one that is still about to end counts as one that loads."""
+    ours = (
+        "select from pg_stat_activity where datname = current_database() and application_name = 'pg_restore'"
+    )
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        until(lambda: not conn.execute(ours).fetchall(), "the sessions of pg_restore end")
+
+
 def load(way: str, bindir: Path, folder: Path, dsn: str, dump: Path) -> None:
     """Load a dump in folder format into a new database; the first error ends it."""
-    restore: list[str | Path] = [bindir / "pg_restore", "--exit-on-error", "-d", dsn]
     if way == "psql":
         script = folder / f"{dump.name}.{threading.get_ident()}.sql"
         run(folder, bindir / "pg_restore", "-f", script, dump)
         run(folder, bindir / "psql", "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", dsn, "-f", script)
     elif way.startswith("sections"):
         for section in ("pre-data", "data", "post-data"):
-            run(folder, *restore, *way.split()[1:], f"--section={section}", dump)
+            pg_restore(bindir, folder, dsn, *way.split()[1:], f"--section={section}", dump)
     else:
-        run(folder, *restore, *way.split()[1 if way.startswith("pg_restore") else 0 :], dump)
+        pg_restore(bindir, folder, dsn, *way.split()[1 if way.startswith("pg_restore") else 0 :], dump)
 
 
 @contextmanager

@@ -73,6 +73,10 @@ def dumps(server: TestServer) -> Iterator[Dumps]:
         yield Dumps(main, folder, alone, pool)
 
 
+def pg_restore(dumps: Dumps, dsn: str, *words: str | Path) -> None:
+    restores.pg_restore(dumps.server.bindir, dumps.folder, dsn, *words)
+
+
 @contextmanager
 def fresh(server: embedded.Server) -> Iterator[str]:
     """Give a new database; drop it afterwards."""
@@ -175,28 +179,11 @@ def load_part(dumps: Dumps, dsn: str, name: str, pattern: str, last: bool) -> No
     assert chosen
     listed = dumps.folder / "list"
     listed.write_text("\n".join(chosen) + "\n")
-    run(
-        dumps.folder,
-        dumps.server.bindir / "pg_restore",
-        "--exit-on-error",
-        "-L",
-        listed,
-        "-d",
-        dsn,
-        dumps.folder / name,
-    )
+    pg_restore(dumps, dsn, "-L", listed, dumps.folder / name)
 
 
 def section(dumps: Dumps, dsn: str, name: str, which: str) -> None:
-    run(
-        dumps.folder,
-        dumps.server.bindir / "pg_restore",
-        "--exit-on-error",
-        f"--section={which}",
-        "-d",
-        dsn,
-        dumps.folder / name,
-    )
+    pg_restore(dumps, dsn, f"--section={which}", dumps.folder / name)
 
 
 # A plain install differs in few of them: its tables are in the dump too.
@@ -302,13 +289,12 @@ def test_data_that_is_loaded_into_a_complete_schema_is_used_when_its_last_table_
     dumps: Dumps, kind: str, options: list[str]
 ) -> None:
     """pg_restore --schema-only fills the view. So only the data and the sessions show that more is to come."""
-    restore: list[str | Path] = [dumps.server.bindir / "pg_restore", "--exit-on-error"]
     with fresh(dumps.server) as dsn:
-        run(dumps.folder, *restore, "--schema-only", "-d", dsn, dumps.folder / f"alone_{kind}")
+        pg_restore(dumps, dsn, "--schema-only", dumps.folder / f"alone_{kind}")
         with psycopg.connect(dsn, autocommit=True) as conn:
             assert value(conn, "select complete from pgque.restore_complete")
         with restores.ticker(dsn):
-            run(dumps.folder, *restore, "--data-only", *options, "-d", dsn, dumps.folder / f"alone_{kind}")
+            pg_restore(dumps, dsn, "--data-only", *options, dumps.folder / f"alone_{kind}")
         with psycopg.connect(dsn, autocommit=True) as conn:
             assert health(conn) == []
             test_restore.check(conn, dumps.alone[kind])
@@ -392,18 +378,12 @@ def test_a_change_while_a_dump_is_loaded_fails_rather_than_sends_nothing(dumps: 
         "-l",
         dump(dumps.server, dumps.folder, "changed"),
     ).splitlines()
-    restore: list[str | Path] = [
-        dumps.server.bindir / "pg_restore",
-        "--exit-on-error",
-        "-L",
-        dumps.folder / "list",
-    ]
     with fresh(dumps.server) as dsn, psycopg.connect(dsn, autocommit=True) as conn:
         for last in (False, True):
             chosen = [e for e in entries if ("MATERIALIZED VIEW DATA" in e) == last]
             assert chosen
             (dumps.folder / "list").write_text("\n".join(chosen) + "\n")
-            run(dumps.folder, *restore, "-d", dsn, dumps.folder / "changed")
+            pg_restore(dumps, dsn, "-L", dumps.folder / "list", dumps.folder / "changed")
             if not last:
                 refused("55000", lambda c: c.execute("insert into item values (1)"), conn)
         conn.execute("insert into item values (1)")

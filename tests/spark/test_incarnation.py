@@ -11,6 +11,7 @@ import psycopg
 import pytest
 
 from conftest import Role
+from faults.restores import sessions_end
 from faults.test_restore import program, run
 from spark.conftest import tcp
 from spark.test_source import Batches, Source, failure, newest_spark, payloads
@@ -179,6 +180,7 @@ def copies(
             conn.execute("drop schema pgque cascade")
         for dsn in (own_dsn, fresh_dsn):
             run(program("pg_restore", server), "--exit-on-error", "-d", dsn, str(dump))
+            sessions_end(dsn)
         return tcp(server, own_dsn), tcp(server, fresh_dsn)
 
     return do
