@@ -17,8 +17,8 @@
 --              windows, positions, leases
 --   delivery   deliver a batch, in one statement (ordinary) or the general way (receive);
 --              outcomes, retries, dead letters
---   options    keys, key_concurrency, expiry, limits, archive, recurring messages,
---              idempotency: one file for each
+--   options    keys, key_concurrency, cancel, expiry, times, limits, archive, recurring
+--              messages, idempotency: one file for each
 --   pgq        PgQ's way to receive, subconsumers, triggers, PgQ's names
 --   spark      INSERT and COPY send; windows are read without side effects
 --   operate    restore, maintenance, the loop, information, health, histories

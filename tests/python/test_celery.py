@@ -612,6 +612,21 @@ def test_a_role_that_may_not_create_queues_is_told_what_to_do(shop: Shop, roles:
         reader.got[0].ack()
 
 
+def test_a_role_that_may_not_create_a_log_is_told_what_to_do(shop: Shop, roles: Roles) -> None:
+    name = f"t_{secrets.token_hex(4)}"
+    news = Exchange(name, type="fanout")
+    writer = roles("writer", dbname=str(conninfo_to_dict(shop.dsn)["dbname"]))
+    with Broker(broker_url(writer.dsn)) as sender:
+        producer = Producer(sender.default_channel, exchange=news)  # declares the exchange
+        with pytest.raises(pgque.PgquePermissionDeniedError) as told:
+            producer.publish(1)
+        with pgque.connect(shop.dsn) as client:
+            client.conn.execute((told.value.hint or "").partition("As a pgque_admin:")[2].encode())
+            found = client.admin.queue_config(f"exchange.{name}")
+        producer.publish(1)
+    assert (found["rotation_period"], found["health_pending_warn"]) == ("00:10:00", "00:00:00")
+
+
 def test_what_does_not_apply_to_a_queue_is_refused(broker: Broker) -> None:
     channel = broker.default_channel
     with pytest.raises(pgque.PgqueBadArgumentError, match="x-max-priority") as refused:

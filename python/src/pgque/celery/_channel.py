@@ -25,14 +25,12 @@ from ..twins.client import PgqueClient
 from ..types import Event
 from . import _bulk
 from ._logs import latest_tick
+from ._options import LOG_CONFIG, needs_log
 from ._receiver import Receiver
 from ._wire import NO_TASK, Raw, event_of
 from ._worker import is_known
 
 log = logging.getLogger("pgque.celery")
-
-# A log has no consumers, so rotation alone decides how long its messages stay, and health() need not warn.
-_LOG_CONFIG = {"rotation_period": "10 minutes", "health_pending_warn": "0"}
 
 # Arguments that are refused for a queue that stays; queues for remote control expire with their process.
 _REFUSED = {
@@ -45,7 +43,6 @@ _REFUSED = {
 }
 
 _NEEDS_BACKEND = "For results, use a backend that keeps them, as db+postgresql://, not rpc://"
-_NEEDS_LOG = "The role may not create the queue. As a pgque_admin: select pgque.create_queue('{queue}');"
 
 
 class QoS(virtual.QoS):
@@ -300,9 +297,9 @@ class Channel(virtual.Channel):
 
     def _create_log(self, client: PgqueClient, name: str) -> None:
         try:
-            client.admin.create_queue(name, _LOG_CONFIG)
+            client.admin.create_queue(name, LOG_CONFIG)
         except PgquePermissionDeniedError as error:
-            error.hint = _NEEDS_LOG.format(queue=name)
+            error.hint = needs_log(name)
             raise
 
     # -- consume -----------------------------------------------------------------------------------

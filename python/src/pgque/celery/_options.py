@@ -21,6 +21,9 @@ _PASSWORDS = (
 # A stop of a worker releases what it has prefetched, and that counts as a delivery.
 _MAX_RECEIVE_ATTEMPTS = 20
 
+# A log has no consumers, so rotation alone decides how long its messages stay, and health() need not warn.
+LOG_CONFIG: Mapping[str, Setting] = {"rotation_period": "10 minutes", "health_pending_warn": "0"}
+
 
 def dsn_of(url: str | None) -> str:
     """Return the connection string of libpq for a broker's URL; a connection string is returned as it is."""
@@ -36,6 +39,16 @@ def without_password(url: str, mask: str) -> str:
     for pattern in _PASSWORDS:
         url = pattern.sub(lambda found: found[1] + mask, url)
     return url
+
+
+def needs_log(queue: str) -> str:
+    """Return the hint that creates the queue of a log."""
+    return f"The role may not create the queue. {_as_admin(queue, LOG_CONFIG)}"
+
+
+def _as_admin(queue: str, config: Mapping[str, Setting]) -> str:
+    settings = json.dumps(dict(config), default=str)
+    return f"As a pgque_admin: select pgque.create_queue({quote(queue)}, {quote(settings)});"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +76,9 @@ class Options:
 
     def needs_consumer(self, name: str) -> str:
         """Return the hint that creates a queue of tasks, with the settings that Celery gives it."""
-        queue, consumer = quote(name), quote(self.consumer)
-        config = quote(json.dumps(dict(self.config()), default=str))
         return (
-            "The role may not create the queue, or it was dropped meanwhile. As a pgque_admin:"
-            f" select pgque.create_queue({queue}, {config}); select pgque.subscribe({queue}, {consumer});"
+            f"The role may not create the queue, or it was dropped meanwhile. {_as_admin(name, self.config())}"
+            f" select pgque.subscribe({quote(name)}, {quote(self.consumer)});"
         )
 
     def queue(self, name: str) -> str:
