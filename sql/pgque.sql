@@ -10456,11 +10456,18 @@ declare
   v_dead  record;
 begin
   for v_try in 0..1 loop
-    select b.token, s.sub_id into v_dead
-    from pgque._states(p_main.sub_id, (pgque._position(p_main.sub_id)).pos_open) b
-    join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = (b.lease).pos_worker
-    cross join lateral pgque._position(s.sub_id) p
-    where b.place is not null and p.pos_time < pgque.clock() - p_dead_interval
+    select h.token, h.sub_id into v_dead
+    from (
+      -- OFFSET keeps the planner from reading the position of each worker of the group: of
+      -- one that was removed meanwhile there is none, which is an error.
+      select b.token, s.sub_id
+      from pgque._states(p_main.sub_id, (pgque._position(p_main.sub_id)).pos_open) b
+      join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = (b.lease).pos_worker
+      where b.place is not null
+      offset 0
+    ) h
+    cross join lateral pgque._position(h.sub_id) p
+    where p.pos_time < pgque.clock() - p_dead_interval
       and pgque._open_batch_of(p_main, pgque._position(p_main.sub_id), p_worker) is null
     order by p.pos_time
     limit 1;

@@ -305,3 +305,22 @@ def test_a_subconsumer_receives_with_as_many_calls_however_many_batches_the_grou
         assert ack(own, batch[0].batch_id) == 1
     # The list of batches that may be open is cleared at 64, and then nearly all are finished.
     assert max(calls[-10:]) <= max(calls[5:15]), calls
+
+
+def test_a_subconsumer_reads_the_positions_of_those_that_have_a_batch(own: Connection) -> None:
+    """One that was unregistered meanwhile has no position, so reading it would be an error."""
+    value(own, "select pgque.create_queue('q')")
+    own.execute("set track_functions = 'all'")
+    made = "select coalesce(sum(f.calls), 0) from pg_stat_xact_user_functions f where f.funcname = '_position'"
+    calls = []
+    for group, count in (("few", 2), ("many", 40)):
+        for worker in range(count):
+            value(own, "select pgque.register_subconsumer('q', %s, %s)", group, f"w{worker}")
+        own.execute("analyze pgque.subscriber")  # as autovacuum does: the planner then knows how many there are
+        offer(own, "q", 9)
+        assert receive_coop(own, "q", "w0", 1, consumer=group)  # stays open
+        with own.transaction():
+            before = value(own, made)
+            assert receive_coop(own, "q", "w1", 1, "1 hour", consumer=group)
+            calls.append(value(own, made) - before)
+    assert calls[0] == calls[1]
