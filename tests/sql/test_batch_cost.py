@@ -311,12 +311,13 @@ def test_a_subconsumer_reads_the_positions_of_those_that_have_a_batch(own: Conne
     """One that was unregistered meanwhile has no position, so reading it would be an error."""
     value(own, "select pgque.create_queue('q')")
     own.execute("set track_functions = 'all'")
-    made = "select coalesce(sum(f.calls), 0) from pg_stat_xact_user_functions f where f.funcname = '_position'"
+    made = "select coalesce(sum(calls), 0) from pg_stat_xact_user_functions where funcname = '_position'"
     calls = []
     for group, count in (("few", 2), ("many", 40)):
         for worker in range(count):
             value(own, "select pgque.register_subconsumer('q', %s, %s)", group, f"w{worker}")
-        own.execute("analyze pgque.subscriber")  # as autovacuum does: the planner then knows how many there are
+        # As autovacuum does: the planner then knows how many there are.
+        own.execute("analyze pgque.subscriber")
         offer(own, "q", 9)
         assert receive_coop(own, "q", "w0", 1, consumer=group)  # stays open
         with own.transaction():

@@ -77,8 +77,8 @@ class Options:
     def needs_consumer(self, name: str) -> str:
         """Return the hint that creates a queue of tasks, with the settings that Celery gives it."""
         return (
-            f"The role may not create the queue, or it was dropped meanwhile. {_as_admin(name, self.config())}"
-            f" select pgque.subscribe({quote(name)}, {quote(self.consumer)});"
+            "The role may not create the queue, or it was dropped meanwhile. "
+            f"{_as_admin(name, self.config())} select pgque.subscribe({quote(name)}, {quote(self.consumer)});"
         )
 
     def queue(self, name: str) -> str:
