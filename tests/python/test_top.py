@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -15,11 +16,17 @@ import pytest
 from click.testing import CliRunner
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from textual.app import App
+from textual.containers import VerticalScroll
 
 from conftest import Roles
 from pgque.cli import main
+from pgque.top.app import Top
+from pgque.top.screens import Grid, Queue
+from pgque.top.source import Source
+from pgque.top.state import State
 from sql.helpers import move_clock
-from support.terminals import Terminal, terminal
+from support.terminals import PATIENCE, Terminal, terminal
 
 COMMAND = (sys.executable, "-m", "pgque.cli", "top")
 ESCAPE, ENTER, TAB = "\x1b", "\r", "\t"
@@ -164,6 +171,38 @@ def test_an_operator_finds_what_is_wrong_and_mends_it(database: str) -> None:
         shown.press("q")
         assert shown.ended() == 0
         assert shown.restored
+
+
+class Empty(App[None]):
+    """The program without what reads: its screens show what a test gives them."""
+
+    CSS = Top.CSS
+
+
+def test_a_table_that_is_filled_while_the_screen_is_laid_out_is_shown(database: str) -> None:
+    async def shown() -> None:
+        source = Source(database, read_only=True)
+        await source.connect()
+        state = State(source, interval=1)
+        state.open("orders")
+        screen = Queue(state)
+        async with Empty().run_test(size=(80, 24)) as pilot:
+            await pilot.app.push_screen(screen)
+            opened = await source.queue("orders")
+            grid = screen.query_one("#workers", Grid)
+            while grid.size.width != 80:
+                await pilot.pause(0.01)
+            # The order that a busy machine makes: the table asks for room, gets what it needed before, and is filled.
+            grid.display = True
+            screen.query_one(VerticalScroll)._clear_arrangement_cache()  # by a heading that asked as well
+            screen._refresh_layout()
+            state.opened = opened
+            screen.show()
+            while grid.size.height != 2:
+                await pilot.pause(0.01)
+        await source.close()
+
+    asyncio.run(asyncio.wait_for(shown(), PATIENCE))
 
 
 def test_what_a_role_may_not_do_is_refused_or_not_offered(database: str, roles: Roles) -> None:

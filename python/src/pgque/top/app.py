@@ -50,7 +50,7 @@ class Top(App[None]):
     #status.failed { background: $error; color: $text; }
     .heading { height: auto; max-height: 2; text-style: bold; margin-top: 1; }
     VerticalScroll { height: 1fr; }
-    VerticalScroll Grid { height: auto; max-height: 12; }
+    VerticalScroll Grid { height: 0; max-height: 12; }
     Grid { overflow-x: hidden; }
     Question { align: center middle; }
     #question { width: 64; max-width: 95%; height: auto; border: heavy $warning; padding: 1 2; }

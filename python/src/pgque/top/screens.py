@@ -429,6 +429,8 @@ class Queue(Frame):
             heading.update(Text(f"{title}: {visible(one_line(found))}"))
             return
         heading.update(Text(title if found else f"{title}: none"))
+        # Not auto: of a table that grows just as the screen is laid out, Textual keeps the height it had.
+        grid.styles.height = len(found) + 1
         grid.fill(map(row, found))
 
     def chosen_queue(self) -> Figures | None:
