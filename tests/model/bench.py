@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -129,16 +128,6 @@ def turn_journal(conn: Connection) -> bool:
             " where pgque._journal_size(1 - j.journal_cur) = 0",
         )
     )
-
-
-def rotate(conn: Connection, queue: str, *, patient: bool) -> int:
-    """Rotate once; autovacuum may hold a table for a moment, so with patience more than once."""
-    for _ in range(500 if patient else 1):
-        if value(conn, "select pgque.maint_rotate_tables_step1(%s)", queue):
-            return 1
-        if patient:
-            time.sleep(0.01)
-    return 0
 
 
 def refusal(call: Callable[[], object]) -> str:

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from model.bench import Bench, Tick, at, messages, refusal, rotate, turn_journal
-from sql.helpers import Connection, Message, outcome, rows, value
+from model.bench import Bench, Tick, at, messages, refusal, turn_journal
+from sql.helpers import Connection, Message, outcome, rotate_if_due, rows, value
 
 MINUTE = 60_000
 
@@ -481,7 +481,7 @@ class Consumers(RuleBasedStateMachine):
 
     def _rotate(self) -> None:
         expected = self._may_rotate()
-        answer = rotate(self.conn, self.queue, patient=expected is True)
+        answer = rotate_if_due(self.conn, self.queue, patient=expected is True)
         assert expected is None or answer == int(expected)
         if answer == 1:
             self.m.switched = self.now

@@ -12,8 +12,8 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from model.bench import Bench, Tick, at, messages, rotate, turn_journal
-from sql.helpers import Connection, ack, outcome, release, rows, value
+from model.bench import Bench, Tick, at, messages, turn_journal
+from sql.helpers import Connection, ack, outcome, release, rotate_if_due, rows, value
 
 getcontext().prec = 40
 MINUTE = 60_000
@@ -357,7 +357,7 @@ class Workers(RuleBasedStateMachine):
             or any(t.leaf == following and t.id >= needed.id for t in self.ticks)
         )
         sure = safe and bool(self.log)  # what was rolled back may be vacuumed away
-        answer = rotate(self.conn, self.queue, patient=sure)
+        answer = rotate_if_due(self.conn, self.queue, patient=sure)
         assert answer == 1 or not sure, "there is something to reclaim and nothing in the way"
         assert answer == 0 or safe, "something of the oldest table is needed"
         if answer == 1:

@@ -183,12 +183,13 @@ def test_a_table_that_is_filled_while_the_screen_is_laid_out_is_shown(database: 
     async def shown() -> None:
         source = Source(database, read_only=True)
         await source.connect()
+        opened = await source.queue("orders")
+        await source.close()
         state = State(source, interval=1)
         state.open("orders")
         screen = Queue(state)
         async with Empty().run_test(size=(80, 24)) as pilot:
             await pilot.app.push_screen(screen)
-            opened = await source.queue("orders")
             grid = screen.query_one("#workers", Grid)
             while grid.size.width != 80:
                 await pilot.pause(0.01)
@@ -200,7 +201,6 @@ def test_a_table_that_is_filled_while_the_screen_is_laid_out_is_shown(database: 
             screen.show()
             while grid.size.height != 2:
                 await pilot.pause(0.01)
-        await source.close()
 
     asyncio.run(asyncio.wait_for(shown(), PATIENCE))
 

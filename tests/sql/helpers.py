@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -184,11 +185,20 @@ def configure(conn: Connection, queue: str, **settings: Any) -> None:
         )
 
 
-def rotate(conn: Connection, queue: str) -> int:
+def rotate(conn: Connection, queue: str, *, patient: bool = False) -> int:
     """Ask for a rotation, as if the rotation period had passed."""
     configure(conn, queue, rotation_period="1 microsecond")
-    result: int = value(conn, "select pgque.maint_rotate_tables_step1(%s)", queue)
-    return result
+    return rotate_if_due(conn, queue, patient=patient)
+
+
+def rotate_if_due(conn: Connection, queue: str, *, patient: bool) -> int:
+    """Rotate once; autovacuum may hold a table for a moment, so with patience more than once."""
+    for _ in range(500 if patient else 1):
+        if value(conn, "select pgque.maint_rotate_tables_step1(%s)", queue):
+            return 1
+        if patient:
+            time.sleep(0.01)
+    return 0
 
 
 def leaf(conn: Connection, queue: str, number: int | None = None, kind: str = "event") -> str:
